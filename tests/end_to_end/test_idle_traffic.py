@@ -13,6 +13,17 @@ from tests.support.drive.supervisor import HANDLERS, running
 from tests.support.drive.wait import wait_until
 
 
+def next_command(monitor: Connection) -> str:
+    """The next command of a client; empty if there was none for half a second, or a script sent it."""
+    try:
+        # 1700000000.123456 [0 unix:/…] "BLMOVE" "key" …
+        line = monitor.receive()
+    except BlockingIOError:
+        return ""
+    text = line.decode() if isinstance(line, bytes) else str(line)
+    return "" if "lua]" in text else text.split('"')[1].upper()
+
+
 def test_an_idle_supervisor_sends_heartbeats_and_blocking_calls_only(server: Server, redis_url: str) -> None:
     """12 s: two or three heartbeats, and no renewed blocking call, since the server is at a unix socket."""
     with running(redis=redis_url) as forq:
@@ -20,21 +31,16 @@ def test_an_idle_supervisor_sends_heartbeats_and_blocking_calls_only(server: Ser
         forq.ctl("create", "idle", *names, "--set", "retry_lane_retries=3")
         forq.wait_for_child("idle")
         forq.wait_for_child("idle", "parked", "retry")
-        time.sleep(1.5)  # the beats after the start
-        heard: Counter[str] = Counter()
         monitor = Connection(redis_url, name="monitor", connect_timeout_seconds=5, timeout_seconds=0.5)
         monitor.send(("MONITOR",))
         monitor.receive()
+        # A round of regular heartbeats ends with HGETALL; the commands of the start precede it.
+        wait_until(lambda: next_command(monitor) == "HGETALL", what="a round of heartbeats")
+        heard: Counter[str] = Counter()
         until = time.monotonic() + 12
         while time.monotonic() < until:
-            try:
-                # 1700000000.123456 [0 unix:/…] "BLMOVE" "key" …
-                line = monitor.receive()
-            except BlockingIOError:
-                continue
-            text = line.decode() if isinstance(line, bytes) else str(line)
-            if "lua]" not in text:
-                heard[text.split('"')[1].upper()] += 1
+            if command := next_command(monitor):
+                heard[command] += 1
         monitor.close()
         print(f"commands of an idle queue with a fail handler in 12 s: {dict(heard)}")
         # Each round of heartbeats reads the registry, for queues that others created.

@@ -78,16 +78,21 @@ def test_a_job_that_failed_while_redis_was_down_is_not_treated_as_hung(server: S
     with running(redis=redis_url, settings='expiry = "60s"\n') as forq:
         create(forq, "away", "fail_for_good", timeout="1s")
         queue = forq.client().queue("away")
+        forq.create("hung", "sleep", timeout="2s")
+        forq.client().queue("hung").enqueue(60)
+        hung = wait_until(lambda: traces(forq, "hung", "start"), what="the other job runs")[0].pid
         queue.enqueue(0.3, id="j")
-        pid = wait_until(lambda: traces(forq, "away", "start"), what="it runs")[0].pid
+        started = wait_until(lambda: traces(forq, "away", "start"), what="it runs")[0]
         server.process.send_signal(signal.SIGSTOP)  # type: ignore[union-attr]
         try:
             wait_until(lambda: traces(forq, "away"), what="it failed")
-            time.sleep(2.0)
+            # A job that really hangs has been killed at its timeout, which is later.
+            wait_until(lambda: not alive({hung}), what="the process of the hung job is killed")
+            wait_until(lambda: time.monotonic() > started.time + 1.5, what="the timeout of this one has passed")
         finally:
             server.process.send_signal(signal.SIGCONT)  # type: ignore[union-attr]
         wait_until(lambda: forq.queue_status("away")["dead"] == 1, what="it is settled")
-        assert forq.child("away")["pid"] == pid
+        assert forq.child("away")["pid"] == started.pid
         assert (queue.job("j")["timeout_count"], len(traces(forq, "away", "start"))) == (0, 1)
 
 

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ForqError
-from forq.services.metrics import request_status
 from tests.support.drive.metrics import Scraper
 from tests.support.drive.supervisor import HANDLERS, Forq, Trace, running
 from tests.support.drive.wait import wait_until
@@ -31,13 +30,6 @@ def create(forq: Forq, name: str, function: str, **options: object) -> int:
     forq.ctl("create", name, "--handler", f"keeping:{function}", "--path", str(HANDLERS), *settings)
     pid: int = forq.wait_for_child(name)["pid"]
     return pid
-
-
-def children(forq: Forq, name: str) -> dict[int, str]:
-    """The states of the queue's processes, from the supervisor alone."""
-    status = request_status(str(forq.state_dir / "control.sock"), 10.0)
-    queue = next(queue for queue in status["queues"] if queue["name"] == name)
-    return {child["pid"]: child["state"] for child in queue["children"]}
 
 
 def runs(forq: Forq, job: str, event: str = "end") -> list[Trace]:
@@ -78,29 +70,29 @@ def test_jobs_given_to_a_frozen_idle_process_run_elsewhere(
     how(forq, pid)
     began = time.monotonic()
     job = forq.client().queue(name).enqueue(0)
-    wait_until(lambda: children(forq, name).get(pid) == "unresponsive", ELSEWHERE_SECONDS, "it is named")
+    wait_until(lambda: forq.child_states(name).get(pid) == "unresponsive", ELSEWHERE_SECONDS, "it is named")
     took = ran_elsewhere(forq, job, pid, began)
     print(f"{how.__name__}: ran elsewhere after {took:.2f} s")
     assert took < ELSEWHERE_SECONDS
-    wait_until(lambda: pid not in children(forq, name), what="it is replaced")
+    wait_until(lambda: pid not in forq.child_states(name), what="it is replaced")
     assert forq.run_ctl("status", "--check").returncode == 0
 
 
 @pytest.mark.fault("interpreter kept")
-def test_jobs_given_to_an_idle_process_with_a_busy_thread_run_elsewhere(forq: Forq) -> None:
+def test_jobs_given_to_an_idle_process_with_a_busy_thread_run_elsewhere(forq: Forq, tmp_path: Path) -> None:
     pid = create(forq, "left", "leave_thread", timeout="2s")
     queue = forq.client().queue("left")
-    queue.enqueue(60, id="leaves")
-    wait_until(lambda: runs(forq, "leaves"), what="it has left a thread behind")
-    wait_until(lambda: queue.status()["done"] == 1, what="it is settled")
-    time.sleep(0.5)  # the thread holds the GIL from here on
+    queue.enqueue({"gate": str(tmp_path / "gate"), "seconds": 60}, id="leaves")
+    wait_until(lambda: queue.status()["done"] == 1, what="the job that leaves a thread is settled")
+    (tmp_path / "gate").touch()
+    wait_until(lambda: runs(forq, "leaves", "holds"), what="the thread holds the GIL")
     began = time.monotonic()
     job = queue.enqueue(0)
-    wait_until(lambda: children(forq, "left").get(pid) == "unresponsive", ELSEWHERE_SECONDS, "it is named")
+    wait_until(lambda: forq.child_states("left").get(pid) == "unresponsive", ELSEWHERE_SECONDS, "it is named")
     took = ran_elsewhere(forq, job, pid, began)
     print(f"ran elsewhere after {took:.2f} s")
     assert took < ELSEWHERE_SECONDS
-    wait_until(lambda: pid not in children(forq, "left"), what="it is replaced")
+    wait_until(lambda: pid not in forq.child_states("left"), what="it is replaced")
     assert "returned jobs that an unresponsive process had not started queue=left jobs=1" in forq.log
 
 
@@ -119,7 +111,7 @@ def test_jobs_beside_one_that_holds_the_gil_run_elsewhere_and_it_keeps_running(f
     (end,) = wait_until(lambda: runs(forq, "keeps"), 20.0, "it ends by itself")
     assert (end.pid, len(runs(forq, "keeps", "start"))) == (pid, 1)
     wait_until(lambda: queue.status()["done"] == 7, what="each is done once")
-    wait_until(lambda: pid not in children(forq, "beside"), what="its process has ended after it")
+    wait_until(lambda: pid not in forq.child_states("beside"), what="its process has ended after it")
 
 
 def test_a_job_that_holds_the_gil_is_still_killed_at_its_timeout(forq: Forq) -> None:
@@ -131,7 +123,7 @@ def test_a_job_that_holds_the_gil_is_still_killed_at_its_timeout(forq: Forq) -> 
     wait_until(lambda: runs(forq, job), ELSEWHERE_SECONDS + 5, "the other one ran")
     wait_until(lambda: queue.status()["dead"] == 1, what="it is dead")
     assert not runs(forq, "overdue")
-    wait_until(lambda: pid not in children(forq, "overdue"), what="its process is replaced")
+    wait_until(lambda: pid not in forq.child_states("overdue"), what="its process is replaced")
     assert "TimeoutError" in forq.ctl("dead", "list", "overdue")
 
 
@@ -155,6 +147,15 @@ def test_check_health_and_why_name_an_unresponsive_process(forq: Forq) -> None:
     assert any(told(f"given{number}") for number in range(10))
 
 
+def kill_idle_process_of_another_queue(forq: Forq) -> None:
+    """Returns after the supervisor has replaced an idle process that was stopped just now. A process stopped before
+    has been unresponsive for longer."""
+    pid = create(forq, "other", "hold", timeout=0, stop_grace=0)
+    stop(forq, pid)
+    forq.client().queue("other").enqueue(0)
+    wait_until(lambda: pid not in forq.child_states("other"), what="the other process is replaced")
+
+
 def test_check_and_health_are_red_until_a_stopped_process_continues(forq: Forq) -> None:
     """It runs a job, so that it is not killed."""
     pid = create(forq, "red", "hold", concurrency=2, timeout=0, stop_grace=0)
@@ -167,26 +168,27 @@ def test_check_and_health_are_red_until_a_stopped_process_continues(forq: Forq) 
     assert f"process {pid} of queue red is unresponsive" in checked.stderr
     fault = {"check": "process", "queue": "red", "reason": f"process {pid} is unresponsive"}
     wait_until(lambda: scraper.health() == (503, [fault]), what="/healthz")
-    time.sleep(2)
-    assert children(forq, "red")[pid] == "unresponsive", "it is not killed while it runs a job"
+    kill_idle_process_of_another_queue(forq)
+    assert forq.child_states("red")[pid] == "unresponsive", "it is not killed while it runs a job"
     os.kill(pid, signal.SIGCONT)
     wait_until(lambda: forq.run_ctl("status", "--check").returncode == 0, what="--check is 0 again")
     wait_until(lambda: scraper.health() == (200, []), what="/healthz again")
     wait_until(lambda: runs(forq, "runs"), what="its job has ended")
-    assert children(forq, "red")[pid] in ("idle", "busy"), "it is the same process"
+    assert forq.child_states("red")[pid] in ("idle", "busy"), "it is the same process"
 
 
-def test_a_process_that_misses_the_resume_of_its_queue_is_replaced() -> None:
-    """It waited for the resume with nothing sent: no claim is reported, and heartbeats see it rest."""
+def test_a_process_that_misses_the_resume_of_its_queue_is_replaced(tmp_path: Path) -> None:
+    """A parked process has sent nothing to Redis: no claim shows that it is stuck, and its heartbeats look idle."""
     with running(settings='heartbeat = "500ms"\nexpiry = "5s"\n') as forq:
         pid = create(forq, "paused", "leave_thread")
         queue = forq.client().queue("paused")
-        queue.enqueue([3, 60], id="leaves")
-        (left,) = wait_until(lambda: runs(forq, "leaves"), what="it has left a thread behind")
+        queue.enqueue({"gate": str(tmp_path / "gate"), "seconds": 60}, id="leaves")
+        wait_until(lambda: runs(forq, "leaves"), what="it has left a thread behind")
         forq.ctl("pause", "paused")
         job = queue.enqueue(0)
-        wait_until(lambda: children(forq, "paused").get(pid) == "parked", 2.0, "it knows that it is paused")
-        wait_until(lambda: time.monotonic() > left.time + 3.5, what="the thread keeps the interpreter")
+        wait_until(lambda: forq.child_states("paused").get(pid) == "parked", what="the process is parked")
+        (tmp_path / "gate").touch()
+        wait_until(lambda: runs(forq, "leaves", "holds"), what="the thread holds the GIL")
         began = time.monotonic()
         forq.ctl("resume", "paused")
         assert ran_elsewhere(forq, job, pid, began) < ELSEWHERE_SECONDS

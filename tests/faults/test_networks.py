@@ -171,6 +171,7 @@ def test_a_network_that_falls_silent_for_a_while_delays_and_loses_nothing(forq: 
     held = len(forq.traces("start"))
     status = forq.run_ctl("status", "--json")
     assert status.returncode == 0, "the supervisor answers meanwhile"
+    # Time for the other 17 jobs, if they could be claimed. No event marks that nothing was claimed.
     time.sleep(1.0)
     assert len(forq.traces("start")) <= held + 1, "nothing is run that was not claimed"
     proxy.thaw()

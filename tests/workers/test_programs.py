@@ -24,15 +24,17 @@ pytestmark = pytest.mark.timeout(60)
 def test_what_it_writes_to_stderr_is_logged_with_the_job_and_without_one_between_jobs(
     tmp_path: Path, made: Made, logged: pytest.LogCaptureFixture
 ) -> None:
-    act = """\
+    gate = tmp_path / "gate"
+    act = f"""\
 os.write(2, "half ü\\x1b[31m\\r\\nno end".encode())
 say("job_finished", uuid=payload["uuid"])
-time.sleep(0.2)
+while not os.path.exists({str(gate)!r}): time.sleep(0.01)
 os.write(2, b"between\\n" + b"y" * 5000 + b"\\nlast\\n")
 return False
 """
     handler = made(python_program(tmp_path, act))
     handler(1, job("j1"))
+    gate.touch()
     wait_until(lambda: "text=last" in logged.text, what="all was read")
     handler(1, job("j2"))
     lines = [record.getMessage() for record in logged.records if "program wrote" in record.getMessage()]

@@ -16,6 +16,7 @@ import psutil
 from forq import Client
 from forq.ctl.client import ControlClient
 from forq.errors import SupervisorUnreachable, TimedOut
+from forq.services.metrics import request_status
 from tests.support.drive.wait import wait_until, whole_lines
 
 HANDLERS = Path(__file__).resolve().parent.parent / "handlers"
@@ -134,6 +135,12 @@ class Forq:
 
     def queue_status(self, name: str) -> dict[str, Any]:
         return self.status(name)["queues"][0]  # type: ignore[no-any-return]
+
+    def child_states(self, name: str) -> dict[int, str]:
+        """The states of a queue's processes by pid. The supervisor reports them without Redis."""
+        status = request_status(str(self.state_dir / "control.sock"), _ANSWER_SECONDS)
+        queue = next(queue for queue in status["queues"] if queue["name"] == name)
+        return {child["pid"]: child["state"] for child in queue["children"]}
 
     def awaiters(self, name: str) -> int:
         return int(self.queue_status(name)["awaiters"])

@@ -5,7 +5,7 @@ import signal
 import time
 from typing import Any
 
-from keeping import leave_keeper  # type: ignore[import-not-found]
+from keeping import hold_in_thread  # type: ignore[import-not-found]
 from traced import hang, trace  # type: ignore[import-not-found]
 
 from forq import Job, Permanent
@@ -76,7 +76,7 @@ def _daemonise(job: Job) -> None:
 
 def _keep(job: Job) -> None:
     """Leaves a thread that soon holds the GIL; the job runs to its end."""
-    leave_keeper(_KEPT_SECONDS)
+    hold_in_thread(_KEPT_SECONDS)
 
 
 _MISDEEDS = {
