@@ -1,4 +1,4 @@
-"""What the tests of forqctl share."""
+"""Fixtures for the tests of forqctl."""
 
 from collections.abc import Iterator
 from pathlib import Path

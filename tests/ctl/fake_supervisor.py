@@ -1,10 +1,13 @@
-"""A control server with a table of fake verbs, and forqctl as a real process that talks to it."""
+"""A control server that gives fake answers, and forqctl as a real process that connects to it."""
 
 import os
+import pty
+import select
 import socket
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,7 @@ METHODS = (
     *(f"dead.{verb}" for verb in ("list", "show", "retry", "discard")),
     *("await", "dequeue", "ack", "watch", "logs", "schedule", "schedules", "unschedule", "trigger", "why"),
 )
-# An answer of null.
+# Answered as null.
 NOTHING = object()
 
 
@@ -45,6 +48,15 @@ def queue_status(**changes: Any) -> dict[str, Any]:
     return {**queue, **changes}
 
 
+def busy_queue(jobs: int) -> dict[str, Any]:
+    child = {"role": "main", "pid": 11, "state": "busy", "job": "j0", "uptime_seconds": 99.5, "restarts": 2}
+    child |= {
+        "jobs": [f"j{number}" for number in range(jobs)],
+        "jobs_seconds": [3.5 * number for number in range(jobs)],
+    }
+    return queue_status(children=[child], active=jobs)
+
+
 def whole_status(*queues: dict[str, Any], redis_error: str | None = None) -> dict[str, Any]:
     redis = {"ok": redis_error is None, "error": redis_error, "url": "unix:///r.sock"}
     supervisor = {"pid": 10, "uptime_seconds": 100, "version": "0.1.0", "redis": redis}
@@ -52,7 +64,7 @@ def whole_status(*queues: dict[str, Any], redis_error: str | None = None) -> dic
 
 
 class FakeSupervisor:
-    """Remembers every call, and answers it from `answers`: a value, an error, NOTHING, or None for never."""
+    """Records every call and answers it from `answers`: a value, an error, NOTHING, or None for no answer."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -60,8 +72,8 @@ class FakeSupervisor:
         self.answers: dict[str, Any] = {}
         self._loop = Loop()
         self._server = ControlServer(self._loop, path, dict.fromkeys(METHODS, self._answer))
-        self._bell = socket.socketpair()
-        self._loop.add_reader(self._bell[0].fileno(), self._loop.stop)
+        self._wakeup = socket.socketpair()
+        self._loop.add_reader(self._wakeup[0].fileno(), self._loop.stop)
         self._thread = threading.Thread(target=self._loop.run, daemon=True)
         self._thread.start()
 
@@ -76,14 +88,14 @@ class FakeSupervisor:
             request.reply(None if answer is NOTHING else answer)
 
     def close(self) -> None:
-        """May be repeated: a test that wants it gone need not tell its fixture."""
-        if self._bell[1].fileno() < 0:
+        """May be called twice: by a test and by the fixture."""
+        if self._wakeup[1].fileno() < 0:
             return
-        self._bell[1].send(b"x")
+        self._wakeup[1].send(b"x")
         self._thread.join(10)
         self._server.close()
         self._loop.close()
-        for end in self._bell:
+        for end in self._wakeup:
             end.close()
 
 
@@ -99,3 +111,24 @@ def forqctl(
         [*FORQCTL, *args], input=stdin, capture_output=True, timeout=30, cwd=cwd, env=environment(fake, **env)
     )
     return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def on_a_terminal(fake: FakeSupervisor, *args: str, **env: str) -> str:
+    """The output of forqctl on a terminal."""
+    ours, theirs = pty.openpty()
+    process = subprocess.Popen([*FORQCTL, *args], stdout=theirs, stderr=theirs, env=environment(fake, **env))
+    os.close(theirs)
+    shown = b""
+    deadline = time.monotonic() + 20
+    try:
+        while time.monotonic() < deadline and select.select([ours], [], [], 20)[0]:
+            try:
+                shown += os.read(ours, 65536)
+            except OSError:
+                break
+        assert process.wait(5) == 0
+    finally:
+        process.kill()
+        process.wait()
+        os.close(ours)
+    return shown.decode()

@@ -1,4 +1,4 @@
-"""forqctl await, dequeue and ack, and what it shows of queues that release."""
+"""forqctl await, dequeue and ack, and status of queues in the release modes."""
 
 import json
 
@@ -30,14 +30,14 @@ def test_an_item_is_acknowledged_before_it_is_printed(fake: FakeSupervisor, verb
 
 
 @pytest.mark.parametrize("verb", ["await", "dequeue"])
-def test_when_time_is_up_nothing_is_printed_and_the_exit_code_is_6(fake: FakeSupervisor, verb: str) -> None:
+def test_when_the_wait_is_over_nothing_is_printed_and_the_exit_code_is_6(fake: FakeSupervisor, verb: str) -> None:
     fake.answers[verb] = NOTHING
     code, out, err = forqctl(fake, verb, "q", "--wait", "10ms")
     assert (code, out) == (6, "")
     assert err.startswith(("forqctl: queue q released no item", "forqctl: queue q has no item"))
 
 
-def test_an_item_whose_lease_has_lapsed_is_asked_for_again(fake: FakeSupervisor) -> None:
+def test_an_item_with_a_lapsed_lease_is_requested_again(fake: FakeSupervisor) -> None:
     lapsed = [errors.LeaseLapsed("gone back")]
     fake.answers |= {"dequeue": ITEM, "ack": lambda params: lapsed.pop() if lapsed else {}}
     assert forqctl(fake, "dequeue", "q", "--wait", "5s")[0] == 0
@@ -45,7 +45,7 @@ def test_an_item_whose_lease_has_lapsed_is_asked_for_again(fake: FakeSupervisor)
     assert 0 < fake.calls[2][1]["wait"] < fake.calls[0][1]["wait"]
 
 
-def test_an_acknowledgement_is_repeated_while_redis_is_away(fake: FakeSupervisor) -> None:
+def test_an_acknowledgement_is_repeated_while_redis_is_down(fake: FakeSupervisor) -> None:
     away: list[errors.ForqError] = [errors.RedisUnavailable("away"), errors.OutcomeUnknown("broke")]
     fake.answers |= {"await": ITEM, "ack": lambda params: away.pop() if away else {}}
     assert forqctl(fake, "await", "q") == (0, 'a1 {"n":[1,"é"]}\n', "")
@@ -63,7 +63,7 @@ def test_with_a_lease_the_caller_acknowledges(fake: FakeSupervisor) -> None:
     assert forqctl(fake, "ack", "q", "a1", "7", "w") == (1, "", "forqctl: it has gone back\n")
 
 
-def test_await_is_limited_by_an_explicit_timeout_only(fake: FakeSupervisor) -> None:
+def test_await_is_limited_only_by_an_explicit_timeout(fake: FakeSupervisor) -> None:
     fake.answers["await"] = NOTHING
     assert forqctl(fake, "--timeout", "1s", "await", "q")[0] == 6
     assert forqctl(fake, "await", "q")[0] == 6
@@ -71,7 +71,7 @@ def test_await_is_limited_by_an_explicit_timeout_only(fake: FakeSupervisor) -> N
     assert (round(waits[0], 1), waits[1]) == (1.0, None)
 
 
-def test_the_modes_are_shown_when_not_all_queues_work(fake: FakeSupervisor) -> None:
+def test_status_shows_modes_unless_all_queues_are_work_queues(fake: FakeSupervisor) -> None:
     works = queue_status()
     gate = queue_status(name="gate", mode="auto_release", awaiters=3)
     fake.answers["status"] = whole_status(works)
@@ -87,7 +87,7 @@ def test_the_modes_are_shown_when_not_all_queues_work(fake: FakeSupervisor) -> N
 
 
 @pytest.mark.parametrize("mode", ["auto_release", "on_request", None])
-def test_create_asks_for_the_mode_given_and_leaves_the_default_to_the_supervisor(
+def test_create_sends_the_given_mode_and_leaves_the_default_to_the_supervisor(
     fake: FakeSupervisor, mode: str | None
 ) -> None:
     fake.answers["queue.create"] = {}

@@ -24,7 +24,7 @@ NIGHT = {
 }
 
 
-def test_schedule_sends_what_was_given_and_shows_the_next_ticks(fake: FakeSupervisor) -> None:
+def test_schedule_sends_its_arguments_and_shows_the_next_ticks(fake: FakeSupervisor) -> None:
     fake.answers["schedule"] = {**NIGHT, "upcoming": UPCOMING}
     flags = ["--zone", "Europe/Berlin", "--data", '{"n": "é"}', "--priority", "3", "--type", "t", "--overlap", "queue"]
     flags += ["--catch-up", "all", "--jitter", "5m"]
@@ -37,7 +37,7 @@ def test_schedule_sends_what_was_given_and_shows_the_next_ticks(fake: FakeSuperv
     assert fake.calls[1] == ("schedule", {"name": "q", "key": "k", "every": "5m"})
 
 
-def test_a_dry_run_shows_the_next_ticks_only(fake: FakeSupervisor) -> None:
+def test_a_dry_run_shows_only_the_next_ticks(fake: FakeSupervisor) -> None:
     fake.answers["schedule"] = {"upcoming": UPCOMING}
     shown = forqctl(fake, "schedule", "q", "k", "--every", "5m", "--dry-run")
     assert shown == (0, "  2026-09-21T15:33:20+02:00\n", "")
@@ -45,13 +45,13 @@ def test_a_dry_run_shows_the_next_ticks_only(fake: FakeSupervisor) -> None:
 
 
 @pytest.mark.parametrize("flags", [[], ["--every", "5m", "--cron", "* * * * *"]])
-def test_schedule_needs_one_rule(fake: FakeSupervisor, flags: list[str]) -> None:
+def test_schedule_requires_exactly_one_rule(fake: FakeSupervisor, flags: list[str]) -> None:
     code, _, err = forqctl(fake, "schedule", "q", "k", *flags)
     assert (code, err) == (2, "forqctl: schedule needs --every D or --cron EXPR, and not both\n")
     assert fake.calls == []
 
 
-def test_schedules_are_a_table(fake: FakeSupervisor) -> None:
+def test_schedules_prints_a_table(fake: FakeSupervisor) -> None:
     broken = {**NIGHT, "key": "b", "rule": None, "error": "zone 'X' is not allowed"}
     fake.answers["schedules"] = {"schedules": [NIGHT, broken]}
     code, out, _ = forqctl(fake, "schedules")
@@ -66,7 +66,7 @@ def test_schedules_are_a_table(fake: FakeSupervisor) -> None:
     assert json.loads(forqctl(fake, "schedules", "--json")[1])["schedules"][0] == NIGHT
 
 
-def test_one_schedule_is_shown_with_its_next_ticks(fake: FakeSupervisor) -> None:
+def test_schedules_of_one_key_shows_its_next_ticks(fake: FakeSupervisor) -> None:
     fake.answers["schedules"] = {"schedules": [{**NIGHT, "upcoming": UPCOMING}]}
     lines = forqctl(fake, "schedules", "q", "night")[1].splitlines()
     assert 'data      {"n":"é"}' in lines
@@ -76,7 +76,7 @@ def test_one_schedule_is_shown_with_its_next_ticks(fake: FakeSupervisor) -> None
     assert fake.calls == [("schedules", {"name": "q", "key": "night"})]
 
 
-def test_unschedule_says_if_the_config_file_will_bring_it_back(fake: FakeSupervisor) -> None:
+def test_unschedule_warns_if_the_config_file_restores_the_schedule(fake: FakeSupervisor) -> None:
     fake.answers["unschedule"] = {"key": "k", "removed": True, "origin": "user"}
     assert forqctl(fake, "unschedule", "q", "k") == (0, "unscheduled k of q\n", "")
     fake.answers["unschedule"] = {"key": "k", "removed": True, "origin": "config"}

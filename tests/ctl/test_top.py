@@ -1,4 +1,4 @@
-"""forqctl top: a real process, on a real pseudo-terminal and without one, against a table of fake verbs."""
+"""forqctl top, with and without a pseudo-terminal."""
 
 import json
 import os
@@ -46,10 +46,10 @@ def growing(per_call: int) -> Callable[[dict[str, Any]], Any]:
     return lambda params: whole_status(queue_status(done=per_call * next(calls), children=[]))
 
 
-# Plain and JSON.
+# --plain and --json.
 
 
-def test_plain_is_a_block_per_interval_until_count(fake: FakeSupervisor) -> None:
+def test_plain_prints_one_block_per_interval_until_count(fake: FakeSupervisor) -> None:
     limits = {"rate": "50/1s", "max_active": 4, "may_begin": 0, "limited_workers": 1}
     fake.answers["status"] = whole_status(queue_status(limits=limits))
     code, out, err = forqctl(fake, "top", "--plain", "--count", "2", "--interval", "100ms")
@@ -65,7 +65,9 @@ def test_plain_is_a_block_per_interval_until_count(fake: FakeSupervisor) -> None
 
 
 @pytest.mark.parametrize("env", [{"TERM": "dumb"}, {"TERM": "xterm"}])
-def test_without_a_terminal_or_on_a_dumb_one_it_is_plain(fake: FakeSupervisor, top: Open, env: dict[str, str]) -> None:
+def test_output_is_plain_without_a_terminal_or_on_a_dumb_one(
+    fake: FakeSupervisor, top: Open, env: dict[str, str]
+) -> None:
     fake.answers["status"] = numbered(1)
     if env["TERM"] == "dumb":
         terminal = top(columns=120, **env)
@@ -79,7 +81,7 @@ def test_without_a_terminal_or_on_a_dumb_one_it_is_plain(fake: FakeSupervisor, t
         assert "\x1b" not in done.stdout
 
 
-def test_json_is_one_object_per_line_with_rates(fake: FakeSupervisor) -> None:
+def test_json_prints_one_object_per_line_with_rates(fake: FakeSupervisor) -> None:
     fake.answers["status"] = growing(50)
     code, out, _ = forqctl(fake, "top", "--json", "--count", "3", "--interval", "200ms")
     first, *later = [json.loads(line) for line in out.splitlines()]
@@ -121,11 +123,11 @@ def test_plain_survives_a_restart_of_the_supervisor(fake: FakeSupervisor, tmp_pa
         (["--count", "0"], "--count must be at least 1"),
     ],
 )
-def test_wrong_arguments_are_2(fake: FakeSupervisor, args: list[str], message: str) -> None:
+def test_invalid_arguments_exit_with_2(fake: FakeSupervisor, args: list[str], message: str) -> None:
     assert forqctl(fake, "top", *args) == (2, "", f"forqctl: {message}\n")
 
 
-def test_nobody_there_at_the_start_is_7(tmp_path: Path) -> None:
+def test_an_unreachable_supervisor_at_the_start_exits_with_7(tmp_path: Path) -> None:
     assert forqctl(None, "top", "--plain", "--socket", str(tmp_path / "none"))[0] == 7
 
 
@@ -140,7 +142,7 @@ def test_plain_and_status_do_not_import_rich(fake: FakeSupervisor) -> None:
         assert done.stderr == "[]\n"
 
 
-def test_without_rich_it_says_what_to_do(fake: FakeSupervisor, tmp_path: Path) -> None:
+def test_without_rich_the_error_names_the_extra(fake: FakeSupervisor, tmp_path: Path) -> None:
     (tmp_path / "rich").mkdir()
     (tmp_path / "rich" / "__init__.py").write_text("raise ModuleNotFoundError(\"No module named 'rich'\", name='rich')")
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -152,10 +154,10 @@ def test_without_rich_it_says_what_to_do(fake: FakeSupervisor, tmp_path: Path) -
         terminal.close()
 
 
-# The screen.
+# The full screen.
 
 
-def test_the_screen_shows_queues_and_leaves_the_terminal_as_it_was(fake: FakeSupervisor, top: Open) -> None:
+def test_the_screen_shows_queues_and_restores_the_terminal(fake: FakeSupervisor, top: Open) -> None:
     fake.answers["status"] = growing(10)
     terminal = top()
     text = terminal.wait_for(lambda text: "running" in text and text.splitlines()[4].split()[6] != "-")
@@ -169,7 +171,7 @@ def test_the_screen_shows_queues_and_leaves_the_terminal_as_it_was(fake: FakeSup
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
-def test_a_signal_ends_it_and_gives_the_terminal_back(fake: FakeSupervisor, top: Open, number: int) -> None:
+def test_a_signal_ends_top_and_restores_the_terminal(fake: FakeSupervisor, top: Open, number: int) -> None:
     fake.answers["status"] = numbered(1)
     terminal = top()
     terminal.wait_for("q0000")
@@ -179,14 +181,14 @@ def test_a_signal_ends_it_and_gives_the_terminal_back(fake: FakeSupervisor, top:
     assert b"\x1b[?1049l" in terminal.written
 
 
-def test_ctrl_z_gives_the_terminal_back_until_it_goes_on(fake: FakeSupervisor, top: Open) -> None:
+def test_ctrl_z_restores_the_terminal_until_top_continues(fake: FakeSupervisor, top: Open) -> None:
     fake.answers["status"] = numbered(1)
     terminal = top()
     terminal.wait_for("q0000")
     terminal.press("\x1a")
     wait_until(lambda: psutil.Process(terminal.process.pid).status() == psutil.STATUS_STOPPED, what="stopped")
     assert terminal.modes_now() == terminal.modes
-    # Else what it drew before it stopped could pass for what it draws when it goes on.
+    # Discards what was drawn before the stop.
     terminal.read_the_rest()
     terminal.screen.reset()
     terminal.process.send_signal(signal.SIGCONT)
@@ -195,7 +197,7 @@ def test_ctrl_z_gives_the_terminal_back_until_it_goes_on(fake: FakeSupervisor, t
     assert terminal.end() == 0
 
 
-def test_keys_select_and_really_pause_and_resume(fake: FakeSupervisor, top: Open) -> None:
+def test_keys_select_pause_and_resume_queues(fake: FakeSupervisor, top: Open) -> None:
     fake.answers |= {"status": numbered(3), "queue.pause": {}, "queue.resume": {}}
     terminal = top()
     terminal.wait_for("q0002")
@@ -205,11 +207,11 @@ def test_keys_select_and_really_pause_and_resume(fake: FakeSupervisor, top: Open
     terminal.wait_for("resumed q0002")
     terminal.press("k\x1b[Ap")
     terminal.wait_for("paused q0000")
-    orders = [(method, params["name"]) for method, params in fake.calls if method != "status"]
-    assert orders == [("queue.pause", "q0001"), ("queue.resume", "q0002"), ("queue.pause", "q0000")]
+    requests = [(method, params["name"]) for method, params in fake.calls if method != "status"]
+    assert requests == [("queue.pause", "q0001"), ("queue.resume", "q0002"), ("queue.pause", "q0000")]
 
 
-def test_a_refused_order_is_shown(fake: FakeSupervisor, top: Open) -> None:
+def test_a_refused_request_is_shown(fake: FakeSupervisor, top: Open) -> None:
     fake.answers |= {"status": numbered(1), "queue.pause": errors.RedisUnavailable("redis is away")}
     terminal = top()
     terminal.wait_for("q0000")
@@ -228,7 +230,7 @@ def test_sorting_keeps_the_selected_queue(fake: FakeSupervisor, top: Open) -> No
     terminal.wait_for("paused q0001")
 
 
-def test_enter_shows_one_queue_and_escape_comes_back(fake: FakeSupervisor, top: Open) -> None:
+def test_enter_opens_one_queue_and_escape_returns(fake: FakeSupervisor, top: Open) -> None:
     dead = {"id": "d1", "fence": 1, "identifier": None, "died_at": 1.7e9, "error": "KeyError", "message": "no\x1b[2J"}
     queue = queue_status()
     queue["children"][0] |= {
@@ -254,7 +256,7 @@ def test_enter_shows_one_queue_and_escape_comes_back(fake: FakeSupervisor, top: 
     assert terminal.end() == 0
 
 
-def test_it_says_that_nobody_is_there_and_goes_on_when_somebody_is(fake: FakeSupervisor, top: Open) -> None:
+def test_a_lost_supervisor_is_shown_and_top_reconnects(fake: FakeSupervisor, top: Open) -> None:
     fake.answers["status"] = numbered(1)
     terminal = top()
     terminal.wait_for("q0000")
@@ -270,26 +272,28 @@ def test_it_says_that_nobody_is_there_and_goes_on_when_somebody_is(fake: FakeSup
                 connection.close()
             again.answers["status"] = numbered(3)
 
-        # A connection that breaks while the supervisor is there is made again as well.
+        # A connection that breaks while the supervisor runs is opened again, too.
         again.answers["status"] = hang_up
         terminal.wait_for("q0002")
     finally:
         again.close()
 
 
-def test_one_status_call_per_interval_however_slow_the_answers_are(fake: FakeSupervisor, top: Open) -> None:
+def test_a_slow_answer_causes_no_second_status_request(fake: FakeSupervisor, top: Open) -> None:
     terminal = top()
     terminal.wait_for("no answer from the supervisor for 2s")
     assert fake.calls == [("status", {})]
 
 
 @pytest.mark.parametrize(("columns", "lines"), [(40, 10), (20, 5), (10, 2), (200, 50)])
-def test_it_fits_any_size_and_follows_a_new_one(fake: FakeSupervisor, top: Open, columns: int, lines: int) -> None:
+def test_the_screen_fits_any_size_and_follows_a_resize(
+    fake: FakeSupervisor, top: Open, columns: int, lines: int
+) -> None:
     fake.answers["status"] = numbered(100)
     terminal = top()
     terminal.wait_for("q0000")
     terminal.resize(columns, lines)
-    # Nothing was wrapped: a line too many would have pushed the first one out.
+    # No line was wrapped: that would have scrolled the first one away.
     terminal.wait_for(lambda text: text.startswith("forq 0.1"))
     if columns >= 40:
         terminal.wait_for(lambda text: "q quit" in text.splitlines()[-1])
@@ -297,7 +301,7 @@ def test_it_fits_any_size_and_follows_a_new_one(fake: FakeSupervisor, top: Open,
         assert "WAITING" in terminal.text
 
 
-def test_a_thousand_queues_are_asked_for_at_once_and_drawn_in_part(fake: FakeSupervisor, top: Open) -> None:
+def test_a_thousand_queues_are_requested_once_and_drawn_in_part(fake: FakeSupervisor, top: Open) -> None:
     fake.answers["status"] = numbered(1000)
     terminal = top()
     assert "1 to 17 of 1000" in terminal.wait_for("q0016")
@@ -308,20 +312,20 @@ def test_a_thousand_queues_are_asked_for_at_once_and_drawn_in_part(fake: FakeSup
     assert len(terminal.written) < 100_000
 
 
-def test_an_unchanged_screen_is_not_written_again(fake: FakeSupervisor, top: Open) -> None:
+def test_an_unchanged_screen_is_not_redrawn(fake: FakeSupervisor, top: Open) -> None:
     fake.answers["status"] = numbered(1)
     terminal = top()
     terminal.wait_for(lambda text: "q0000" in text and text.splitlines()[4].split()[6] == "0")
     written, calls = len(terminal.written), len(fake.calls)
-    wait_until(lambda: len(fake.calls) > calls + 3, what="asked again")
+    wait_until(lambda: len(fake.calls) > calls + 3, what="three more requests")
     terminal.read(0)
     assert len(terminal.written) == written
 
 
-# The parts.
+# Parts of top, in this process.
 
 
-def test_rates_are_differences_of_counters() -> None:
+def test_rates_are_computed_from_counter_differences() -> None:
     figures = QueueStats()
 
     def rates(done: int | None, failed: int | None, now: float) -> tuple[float | None, float | None]:
@@ -332,11 +336,11 @@ def test_rates_are_differences_of_counters() -> None:
     assert rates(150, 2, 12.0) == (25.0, 0.5)
     assert rates(None, None, 13.0) == (None, None)
     assert rates(160, 2, 22.0) == (1.0, 0.0)
-    # Another queue of the same name.
+    # A new queue of the same name.
     assert rates(3, 0, 23.0) == (None, None)
 
 
-def test_a_key_may_arrive_in_pieces_and_escape_alone_is_a_key() -> None:
+def test_keys_may_arrive_in_pieces_and_a_lone_escape_is_a_key() -> None:
     keys = KeyDecoder()
     assert keys.feed(b"j\x1b") == ["down"]
     assert keys.incomplete
@@ -348,7 +352,7 @@ def test_a_key_may_arrive_in_pieces_and_escape_alone_is_a_key() -> None:
     assert keys.feed(b"\xc3\xa4") == ["", ""]
 
 
-def test_numbers_are_short() -> None:
+def test_large_numbers_are_abbreviated() -> None:
     assert [count_text(count) for count in (None, 0, 999_999, 1_234_567, 2 * 10**9, 3 * 10**12)] == [
         *(None, "0", "999999", "1.2M", "2.0G", "3.0T")
     ]

@@ -1,4 +1,4 @@
-"""The declarations of commands, and what is made of them: help, man pages, completion, reference; true, up to date."""
+"""The declarations of commands, and the help, man pages, completion and reference generated from them."""
 
 import os
 import re
@@ -25,7 +25,7 @@ each_command = pytest.mark.parametrize("command", DECLARED, ids=lambda command: 
 REQUESTS = (".TH", ".SH", ".SS", ".TP", ".RS", ".RE", ".B", ".nh", ".ad", '.\\"')
 
 
-def test_the_index_has_every_declared_command_in_its_module() -> None:
+def test_the_index_maps_every_declared_command_to_its_module() -> None:
     for module in sorted(set(MODULES.values())):
         text = (ROOT / "src/forq/ctl/commands" / f"{module}.py").read_text()
         named = re.findall(r'^@Command\(\s*"(\w+)"', text, re.MULTILINE)
@@ -36,8 +36,8 @@ def test_the_index_has_every_declared_command_in_its_module() -> None:
 
 
 @pytest.mark.parametrize("name", ["ping", "pause", "jobs", "trigger"])
-def test_a_command_imports_its_own_module_only(name: str) -> None:
-    """The index is there for that: the modules of all commands would make every start half as long again."""
+def test_a_command_imports_only_its_own_module(name: str) -> None:
+    """Importing the modules of all commands would make every start 50 % slower."""
     typed = [name, *{"ping": [], "trigger": ["q", "key"]}.get(name, ["q"])]
     program = (
         f"import sys; from forq.ctl.main import main; main(['--socket', '/nonexistent/socket', *{typed}]); "
@@ -48,14 +48,14 @@ def test_a_command_imports_its_own_module_only(name: str) -> None:
 
 
 @pytest.mark.skipif(find_spec("shtab") is None or find_spec("argparse_manpage") is None, reason="pip install '.[dev]'")
-def test_what_is_made_of_the_declarations_is_up_to_date() -> None:
-    """Without Spark all but forq.1, and on other Pythons than 3.11 all but the man pages."""
+def test_generated_pages_and_completions_are_up_to_date() -> None:
+    """Without Spark, forq.1 is not checked; with a Python other than 3.11, no man page is."""
     done = subprocess.run([sys.executable, str(REFERENCE), "--check"], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.skipif(find_spec("shtab") is None or find_spec("argparse_manpage") is None, reason="pip install '.[dev]'")
-def test_what_is_out_of_date_is_named_and_written_anew(tmp_path: Path) -> None:
+def test_outdated_pages_are_reported_and_regenerated(tmp_path: Path) -> None:
     for folder in ("etc/man", "docs/reference", "src/forq/ctl/completion"):
         shutil.copytree(ROOT / folder, tmp_path / folder)
     write = [sys.executable, shutil.copy(REFERENCE, tmp_path / "etc")]
@@ -70,17 +70,17 @@ def test_what_is_out_of_date_is_named_and_written_anew(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("page", ["forq.1", "forqctl.1"])
-def test_a_man_page_has_no_mistakes(page: str) -> None:
+def test_a_man_page_has_no_formatting_errors(page: str) -> None:
     lines = (MAN / page).read_text().splitlines()
     assert [line for line in lines if line[:1] in (".", "'") and not line.startswith(REQUESTS)] == []
     assert [line for line in lines if not line.isascii()] == []
     if shutil.which("groff") is None:
-        pytest.skip("groff is not installed: only the requests were looked at")
+        pytest.skip("groff is not installed: only the requests were checked")
     done = subprocess.run(["groff", "-ww", "-man", "-Tutf8", "-z", str(MAN / page)], capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (0, "")
 
 
-def test_the_man_page_shows_words_as_they_are_typed() -> None:
+def test_the_man_page_shows_every_example_unchanged() -> None:
     if shutil.which("groff") is None:
         pytest.skip("groff is not installed")
     command = ["groff", "-man", "-Tutf8", "-P-c", "-P-b", "-P-u", "-rLL=200n", str(MAN / "forqctl.1")]
@@ -91,7 +91,7 @@ def test_the_man_page_shows_words_as_they_are_typed() -> None:
 
 
 @each_command
-def test_every_example_can_be_typed(command: Command) -> None:
+def test_every_example_parses(command: Command) -> None:
     assert command.examples
     for typed, _ in command.examples:
         name, *arguments = shlex.split(typed.partition(" > ")[0])
@@ -100,7 +100,7 @@ def test_every_example_can_be_typed(command: Command) -> None:
 
 
 @each_command
-def test_what_json_prints_names_methods_that_the_protocol_has(command: Command) -> None:
+def test_the_json_note_of_a_command_names_an_existing_protocol_method(command: Command) -> None:
     methods = re.findall(r"^### (.+)$", (ROOT / "docs/reference/protocol.md").read_text(), re.MULTILINE)
     named = [name for heading in methods for name in heading.split(", ")]
     assert command.json
@@ -118,7 +118,7 @@ def test_help_has_arguments_examples_and_exit_codes(command: Command) -> None:
     assert [int(line.split()[0]) for line in below[below.index("exit codes:") :].splitlines()[1:]] == [*command.exits]
 
 
-def test_the_overview_has_every_command_and_every_exit_code() -> None:
+def test_the_overview_lists_every_command_and_exit_code() -> None:
     code, out, _ = forqctl(None, "--help")
     assert code == 0
     assert [name for name in MODULES if f"  {name} " not in out] == []
@@ -127,17 +127,17 @@ def test_the_overview_has_every_command_and_every_exit_code() -> None:
     assert all(f"  {number:<5}{means}" in out for number, means in ALL_EXIT_CODES.items())
 
 
-def test_the_page_of_exit_codes_has_every_exit_code() -> None:
+def test_the_exit_code_page_lists_every_exit_code() -> None:
     table = (ROOT / "docs/reference/exit-codes.md").read_text()
     listed = {int(number) for row in re.findall(r"^\| ([0-9, ]+) \|", table, re.MULTILINE) for number in row.split(",")}
     assert listed == set(exits.MEANINGS) | set(ALL_EXIT_CODES) | {exits.QUEUE_GONE, exits.FENCED}
 
 
-def test_bash_takes_the_completion(tmp_path: Path) -> None:
+def test_bash_loads_its_completion(tmp_path: Path) -> None:
     script = tmp_path / "forqctl.bash"
     script.write_text(forqctl(None, "completion", "bash")[1])
-    asked = "COMP_WORDS=(forqctl top --); COMP_CWORD=2; _forqctl; echo ${COMPREPLY[@]}"
-    line = f"source {script}; complete -p forqctl; {asked}"
+    completed = "COMP_WORDS=(forqctl top --); COMP_CWORD=2; _forqctl; echo ${COMPREPLY[@]}"
+    line = f"source {script}; complete -p forqctl; {completed}"
     done = subprocess.run(["bash", "--norc", "-euc", line], capture_output=True, text=True, env=dict(os.environ))
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines() == [
@@ -147,7 +147,7 @@ def test_bash_takes_the_completion(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("shell", ["zsh", "fish"])
-def test_the_other_shells_take_theirs(shell: str, tmp_path: Path) -> None:
+def test_zsh_and_fish_parse_their_completions(shell: str, tmp_path: Path) -> None:
     if shutil.which(shell) is None:
         pytest.skip(f"{shell} is not installed")
     script = tmp_path / "script"
@@ -155,7 +155,7 @@ def test_the_other_shells_take_theirs(shell: str, tmp_path: Path) -> None:
     assert subprocess.run([shell, "-n", str(script)], capture_output=True).returncode == 0
 
 
-def test_fish_offers_commands_values_and_names_of_options(tmp_path: Path) -> None:
+def test_fish_completes_commands_values_and_option_names(tmp_path: Path) -> None:
     if shutil.which("fish") is None:
         pytest.skip("fish is not installed")
     script = tmp_path / "forqctl.fish"

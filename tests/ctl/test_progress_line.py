@@ -1,4 +1,4 @@
-"""What long commands of forqctl say of how far they are: on a terminal always, elsewhere every ten seconds at most."""
+"""Progress of long commands: always shown on a terminal, elsewhere at most every ten seconds."""
 
 import io
 import sys
@@ -25,7 +25,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_elsewhere_a_line_is_said_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_a_line_is_printed_every_ten_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     line = ProgressLine(lines=True, now=clock)
     for part in range(1, 26):
@@ -35,10 +35,10 @@ def test_elsewhere_a_line_is_said_every_ten_seconds(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().err == "forqctl: 10% 10 jobs pushed\nforqctl: 20% 20 jobs pushed\n"
     clock.seconds += LINE_SECONDS
     line.draw_bar(7, 0, "7 jobs pushed")
-    assert capsys.readouterr().err == "forqctl: 7 jobs pushed\n", "of a pipe nobody knows the length"
+    assert capsys.readouterr().err == "forqctl: 7 jobs pushed\n", "the length of a pipe is unknown"
 
 
-def test_elsewhere_nothing_is_said_unless_it_is_wanted(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_nothing_is_printed_by_default(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     line = ProgressLine(now=clock)
     clock.seconds += 10 * LINE_SECONDS
@@ -48,7 +48,7 @@ def test_elsewhere_nothing_is_said_unless_it_is_wanted(capsys: pytest.CaptureFix
     assert capsys.readouterr().err == ""
 
 
-def test_a_terminal_has_one_line_that_is_drawn_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_terminal_one_line_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, terminal = Clock(), Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     line = ProgressLine(lines=True, now=clock)
@@ -65,7 +65,7 @@ def test_a_terminal_has_one_line_that_is_drawn_again(monkeypatch: pytest.MonkeyP
     ]
 
 
-def test_a_bulk_push_says_how_far_it_is_and_its_output_stays_as_it_is(
+def test_a_bulk_push_reports_progress_and_its_output_does_not_change(
     fake: FakeSupervisor, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     fake.answers["push_many"] = lambda params: {"ids": ["x"] * len(params["jobs"])}
@@ -82,7 +82,7 @@ def test_a_bulk_push_says_how_far_it_is_and_its_output_stays_as_it_is(
     assert capsys.readouterr() == ('{"pushed":1200,"requests":3}\n', "")
 
 
-def test_what_is_fast_says_nothing_elsewhere(fake: FakeSupervisor, tmp_path: Path) -> None:
+def test_a_fast_push_without_a_terminal_reports_no_progress(fake: FakeSupervisor, tmp_path: Path) -> None:
     fake.answers["push_many"] = lambda params: {"ids": ["x"] * len(params["jobs"])}
     (tmp_path / "jobs").write_text("1\n" * 1200)
     assert forqctl(fake, "push", "q", "--file", "jobs", cwd=tmp_path) == (0, "pushed 1200 jobs to q\n", "")
