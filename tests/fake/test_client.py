@@ -1,4 +1,4 @@
-"""What a Client does, on fakeredis: each call as a user makes it, with a worker whose steps the test takes."""
+"""The Client on fakeredis, with a worker that the test drives step by step."""
 
 import select
 from datetime import UTC, datetime, timedelta
@@ -26,7 +26,7 @@ def test_jobs_run_by_priority_and_then_in_the_order_of_enqueue(q: Queue, worker:
     assert q.status()["active"] == 4
 
 
-def test_ids_are_made_and_many_jobs_are_stored_in_order(q: Queue) -> None:
+def test_ids_are_generated_and_bulk_jobs_are_stored_in_order(q: Queue) -> None:
     made = q.enqueue_many([{"n": n} for n in range(300)])
     assert len(set(made)) == 300
     assert q.status()["waiting"] == 300
@@ -34,7 +34,7 @@ def test_ids_are_made_and_many_jobs_are_stored_in_order(q: Queue) -> None:
     assert [job["id"] for job in (*page.jobs, *q.jobs(limit=200, after=page.next).jobs)] == made
 
 
-def test_a_token_gets_the_same_id_again(q: Queue) -> None:
+def test_a_repeated_token_returns_the_same_id(q: Queue) -> None:
     first = q.enqueue(1, token="order-7")
     assert q.enqueue(2, token="order-7") == first
     assert q.job(first)["data"] == 1
@@ -48,7 +48,7 @@ def test_a_token_gets_the_same_id_again(q: Queue) -> None:
         ({"if_exists": "skip"}, "old", 5),
     ],
 )
-def test_a_job_of_a_known_id_updates_the_other_one(q: Queue, flags: dict[str, Any], data: str, priority: int) -> None:
+def test_enqueueing_a_known_id_updates_the_job(q: Queue, flags: dict[str, Any], data: str, priority: int) -> None:
     q.enqueue("old", id="a")
     assert q.enqueue("new", id="a", priority=2, **flags) == "a"
     job = q.job("a")
@@ -67,7 +67,7 @@ def test_refuse_raises_exists_and_changes_nothing(q: Queue) -> None:
     [(True, True, True), (True, False, True), (False, True, False), ("if_later", True, True),
      ("if_later", False, False), ("if_earlier", True, False), ("if_earlier", False, True)],
 )  # fmt: skip
-def test_the_time_of_a_job_is_updated_as_asked(q: Queue, update_run_at: bool | str, later: bool, moves: bool) -> None:
+def test_update_run_at_controls_the_new_time(q: Queue, update_run_at: bool | str, later: bool, moves: bool) -> None:
     now = datetime.now(UTC).replace(microsecond=0)
     before, after = now + timedelta(hours=2), now + timedelta(hours=3 if later else 1)
     q.enqueue(1, id="a", run_at=before)
@@ -76,7 +76,7 @@ def test_the_time_of_a_job_is_updated_as_asked(q: Queue, update_run_at: bool | s
     assert ids(q, "scheduled") == ["a"]
 
 
-def test_what_comes_while_a_job_runs_waits_behind_it(q: Queue, worker: HandWorker) -> None:
+def test_a_job_enqueued_while_its_id_runs_is_blocked_behind_it(q: Queue, worker: HandWorker) -> None:
     q.enqueue("first", id="a")
     assert worker.turn(want=1) == ["a"]
     q.enqueue("second", id="a")
@@ -86,7 +86,7 @@ def test_what_comes_while_a_job_runs_waits_behind_it(q: Queue, worker: HandWorke
     assert q.job("a")["data"] == "second"
 
 
-def test_cancel_takes_what_waits_and_nothing_else(q: Queue, worker: HandWorker) -> None:
+def test_cancel_takes_only_waiting_jobs(q: Queue, worker: HandWorker) -> None:
     q.enqueue(1, id="a")
     q.enqueue(1, id="b", run_in=3600)
     assert (q.cancel("a"), q.cancel("b"), q.cancel("c")) == (True, True, False)
@@ -98,7 +98,7 @@ def test_cancel_takes_what_waits_and_nothing_else(q: Queue, worker: HandWorker) 
     assert ids(q, "done") == [], "it was removed"
 
 
-def test_a_paused_queue_begins_nothing(q: Queue, worker: HandWorker) -> None:
+def test_a_paused_queue_starts_no_jobs(q: Queue, worker: HandWorker) -> None:
     q.enqueue(1, id="a")
     q.pause()
     assert worker.turn(want=1) == []
@@ -106,7 +106,7 @@ def test_a_paused_queue_begins_nothing(q: Queue, worker: HandWorker) -> None:
     assert worker.turn(want=1) == ["a"]
 
 
-def test_wait_gets_what_the_handler_returned(q: Queue, worker: HandWorker) -> None:
+def test_wait_returns_the_result_of_the_handler(q: Queue, worker: HandWorker) -> None:
     q.enqueue(1, id="a")
     with pytest.raises(WaitTimeout):
         q.wait("a", timeout=0)
@@ -117,8 +117,8 @@ def test_wait_gets_what_the_handler_returned(q: Queue, worker: HandWorker) -> No
         q.wait("b", timeout=0)
 
 
-def test_who_listens_hears_the_end_of_a_job(queue: OneQueue, q: Queue, worker: HandWorker) -> None:
-    """fakeredis passes on what the library publishes, and the subscription's descriptor can be watched."""
+def test_a_subscriber_receives_the_end_of_a_job(queue: OneQueue, q: Queue, worker: HandWorker) -> None:
+    """fakeredis delivers messages published by the library, and the subscription's descriptor can be polled."""
     q.enqueue(1, id="a")
     worker.turn(want=1)
     waiter = ResultWaiter(queue.link, DEFAULT_PREFIX, queue.name, "a")
@@ -133,7 +133,7 @@ def test_who_listens_hears_the_end_of_a_job(queue: OneQueue, q: Queue, worker: H
     subscription.close()
 
 
-def test_a_job_that_died_is_listed_retried_and_discarded(q: Queue, worker: HandWorker) -> None:
+def test_a_dead_job_is_listed_retried_and_discarded(q: Queue, worker: HandWorker) -> None:
     for job_id in "ab":
         q.enqueue(1, id=job_id)
     worker.turn(want=2)
@@ -160,7 +160,7 @@ def test_schedules_are_set_listed_triggered_and_ended(q: Queue) -> None:
     assert (q.unschedule("often"), q.unschedule("often")) == (True, False)
 
 
-def test_what_is_not_allowed_says_so_before_anything_is_stored(q: Queue) -> None:
+def test_invalid_arguments_are_refused_before_anything_is_stored(q: Queue) -> None:
     with pytest.raises(InvalidData):
         q.enqueue({1, 2})
     with pytest.raises(InvalidId):
@@ -170,7 +170,7 @@ def test_what_is_not_allowed_says_so_before_anything_is_stored(q: Queue) -> None
     assert q.status()["waiting"] == 0
 
 
-def test_queues_are_made_listed_and_deleted(fake: FakeServer) -> None:
+def test_queues_are_created_listed_and_deleted(fake: FakeServer) -> None:
     client = Client(fake.url)
     with pytest.raises(UnknownQueue):
         client.queue("other").enqueue(1)

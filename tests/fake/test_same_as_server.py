@@ -1,4 +1,4 @@
-"""Whatever a client and a worker do, fakeredis answers as the server does, and holds the same in the end."""
+"""fakeredis gives the same replies as a server and ends with the same data, for any sequence of operations."""
 
 import json
 import re
@@ -21,7 +21,7 @@ from tests.support.thorough import examples
 Operation = Callable[[Queue, HandWorker], Any]
 _id, _key = st.sampled_from("abc"), st.sampled_from(["s1", "s2"])
 _data = st.sampled_from([None, 7, "text", {"n": [1, 2.5, "ä"]}])
-# Long enough that no job is due while a test runs.
+# Long enough that no job becomes due during a test.
 _delay = st.sampled_from([None, 3600, 7200])
 
 
@@ -75,7 +75,7 @@ operations = st.one_of(
 
 @contextmanager
 def on(url: str) -> Iterator[Callable[[Operation], str]]:
-    """Carries out operations there; each answer, or what was raised, without what differs by time and chance."""
+    """Yields a function that runs an operation there and returns its reply or error, without times and random parts."""
     client = Client(url)
     with one_queue(url, max_retries=1, retry_lane_retries=0, keep_done_ms=3_600_000) as queue:
         worker = queue.worker()
@@ -96,7 +96,7 @@ def _plain(value: Any) -> Any:
 
 
 def _normal(text: str) -> str:
-    """Without times, how long ago that was, random ids and hashes."""
+    """Removes times, ages, random ids and hashes."""
     text = re.sub(r"\b1[5-9]\d{8}(\d{3}|\d{6})?\b(\.\d+)?|20\d\d-\d\d-\d\d[T ][\d:.]+(\+00:00|Z)?", "<time>", text)
     text = re.sub(r'("[a-z_]*(?:seconds|age|ms|bytes|micros)": )[\d.e-]+', r"\1<number>", text)
     return re.sub(r"\b[0-9a-f]{32,40}\b|\b[0-9A-Za-z_-]{22}\b", "<id>", text)
@@ -108,7 +108,7 @@ def _normal(text: str) -> str:
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(st.lists(operations, min_size=5, max_size=40))
-def test_the_answers_and_what_is_stored_are_the_same(server: Server, fake: FakeServer, chosen: list[Operation]) -> None:
+def test_replies_and_stored_data_are_the_same(server: Server, fake: FakeServer, chosen: list[Operation]) -> None:
     server.flush()
     fake.flush()
     with on(server.url) as on_server, on(fake.url) as on_fake:

@@ -1,4 +1,4 @@
-"""AttemptStats: what workers count is read elsewhere, outlives them, and goes with its queue."""
+"""AttemptStats: other processes read what workers count; counts outlive the worker and are dropped with the queue."""
 
 import os
 
@@ -23,7 +23,7 @@ def count(
 
 
 @given(st.lists(st.integers(0, 2**45), min_size=1, max_size=50))
-def test_every_time_is_in_the_bucket_of_its_size(micros: list[int]) -> None:
+def test_every_duration_is_in_its_bucket(micros: list[int]) -> None:
     stats = AttemptStats(4)
     stats.take(0, "q")
     count(stats.of_slot(0), micros)
@@ -34,7 +34,7 @@ def test_every_time_is_in_the_bucket_of_its_size(micros: list[int]) -> None:
     assert cumulated(found.run, bounds) == [sum(it < 2**bound for it in micros) for bound in bounds]
 
 
-def test_a_wait_is_the_time_from_enqueue_to_claim_and_only_of_plain_records() -> None:
+def test_a_wait_is_the_time_from_enqueue_to_claim_of_plain_records_only() -> None:
     stats = AttemptStats(4)
     stats.take(0, "q")
     batch = [record(), record(flag="d"), record(1_763_000_000_499), (b"x", b"c5 1763000000000 1 0 0 0\n[]")]
@@ -53,7 +53,7 @@ def test_jobs_of_the_batch_that_did_not_run_are_not_counted() -> None:
 
 
 @pytest.mark.parametrize("broken", [b"", b"p", b"p5 x\n", b"p5 1\n[null,null,1]", b"rubbish"])
-def test_a_broken_record_has_no_wait_and_takes_nobody_elses(broken: bytes) -> None:
+def test_an_invalid_record_has_no_wait_and_does_not_shift_the_others(broken: bytes) -> None:
     stats = AttemptStats(4)
     stats.take(0, "q")
     count(stats.of_slot(0), [5], batch=[(b"a", broken)])
@@ -62,7 +62,7 @@ def test_a_broken_record_has_no_wait_and_takes_nobody_elses(broken: bytes) -> No
     assert (sum(found.run), sum(found.wait)) == (3, 1)
 
 
-def test_a_clock_that_was_set_back_makes_a_wait_of_zero() -> None:
+def test_a_clock_set_back_gives_a_wait_of_zero() -> None:
     stats = AttemptStats(4)
     stats.take(0, "q")
     count(stats.of_slot(0), [5], batch=[record(1_763_000_999_999)])
@@ -70,7 +70,7 @@ def test_a_clock_that_was_set_back_makes_a_wait_of_zero() -> None:
     assert (found.wait[0], found.wait_micros) == (1, 0)
 
 
-def test_jobs_that_claim_to_be_of_1970_do_not_end_the_worker() -> None:
+def test_jobs_with_an_enqueue_time_in_1970_do_not_crash_the_worker() -> None:
     stats = AttemptStats(4)
     stats.take(0, "q")
     ancient = [(b"a", b"p5 0000000000001\n[null,null,1]")] * 128
@@ -79,7 +79,7 @@ def test_jobs_that_claim_to_be_of_1970_do_not_end_the_worker() -> None:
     assert sum(stats.read()["q"].wait) == 12_800
 
 
-def test_another_process_sees_what_a_worker_has_counted() -> None:
+def test_another_process_reads_what_a_worker_counted() -> None:
     stats = AttemptStats(4)
     stats.take(0, "q")
     pid = os.fork()
@@ -90,12 +90,12 @@ def test_another_process_sees_what_a_worker_has_counted() -> None:
     assert sum(stats.read()["q"].run) == 1
 
 
-def test_the_next_worker_of_a_queue_goes_on_and_one_of_another_queue_begins_anew() -> None:
+def test_the_next_worker_of_a_queue_continues_its_counts_and_another_queue_starts_at_zero() -> None:
     stats = AttemptStats(4)
     stats.take(0, "q")
     count(stats.of_slot(0), [5, 5])
     stats.give_back(0)
-    # The slot goes to another queue.
+    # The slot is reused for another queue.
     stats.take(0, "other")
     count(stats.of_slot(0), [5])
     assert {name: sum(found.run) for name, found in stats.read().items()} == {"q": 2, "other": 1}
@@ -104,7 +104,7 @@ def test_the_next_worker_of_a_queue_goes_on_and_one_of_another_queue_begins_anew
     assert sum(stats.read()["q"].run) == 3
 
 
-def test_two_workers_of_a_queue_write_apart_and_are_read_together() -> None:
+def test_counts_of_two_workers_of_a_queue_are_summed() -> None:
     stats = AttemptStats(4)
     for slot in (0, 1):
         stats.take(slot, "q")
@@ -114,7 +114,7 @@ def test_two_workers_of_a_queue_write_apart_and_are_read_together() -> None:
     assert (sum(found.run), found.failed) == (3, 1)
 
 
-def test_a_queue_that_is_gone_leaves_its_tallies_empty_to_others() -> None:
+def test_tallies_of_a_removed_queue_are_cleared_for_reuse() -> None:
     stats = AttemptStats(1)
     stats.take(0, "q")
     count(stats.of_slot(0), [5])
@@ -127,7 +127,7 @@ def test_a_queue_that_is_gone_leaves_its_tallies_empty_to_others() -> None:
     assert sum(stats.read()["other"].run) == 0
 
 
-def test_what_a_worker_still_writes_is_not_forgotten() -> None:
+def test_tallies_still_in_use_are_not_cleared() -> None:
     stats = AttemptStats(4)
     stats.take(0, "q")
     count(stats.of_slot(0), [5])

@@ -1,4 +1,4 @@
-"""Pauses between tries: they grow, end at a limit, differ by chance, and begin anew when it works again."""
+"""Backoff: pauses grow up to a limit, have jitter, and reset after a success."""
 
 import random
 
@@ -13,23 +13,23 @@ def test_each_pause_is_longer_up_to_the_limit() -> None:
     assert backoff.failures == 6
 
 
-def test_it_begins_anew_after_a_success() -> None:
+def test_a_success_resets_the_pause() -> None:
     backoff = Backoff(0.02, 1.0, factor=3.0)
     assert [backoff.fail() for _ in range(3)] == pytest.approx([0.02, 0.06, 0.18])
     backoff.reset()
     assert (backoff.fail(), backoff.failures) == (0.02, 1)
 
 
-def test_after_no_failure_there_is_no_pause() -> None:
+def test_without_a_failure_there_is_no_pause() -> None:
     backoff = Backoff(0.1, 1.0)
     assert (backoff.pause_after(0), backoff.pause_after(-3)) == (0.0, 0.0)
 
 
-def test_failures_without_end_do_not_pass_the_limit() -> None:
+def test_any_number_of_failures_stays_within_the_limit() -> None:
     assert Backoff(0.1, 30.0, factor=10.0).pause_after(10**9) == 30.0
 
 
-def test_pauses_differ_by_chance_within_the_spread() -> None:
+def test_pauses_vary_randomly_within_the_spread() -> None:
     pauses = {Backoff(1.0, 9.0, spread=0.2, chance=random.Random(seed)).fail() for seed in range(200)}
     assert len(pauses) > 100
     assert 0.8 <= min(pauses) < 0.85

@@ -1,4 +1,4 @@
-"""Limits that the kernel keeps. A folder stands in for a group where this machine has no such controller to give."""
+"""Limits enforced by the kernel. A plain folder replaces the group if this machine lacks the controller."""
 
 import os
 from pathlib import Path
@@ -17,7 +17,7 @@ def make_group(path: Path, **files: str) -> Path:
 
 @pytest.fixture
 def groups(tmp_path: Path) -> Cgroups:
-    """A group of ours with the one of our children in it, and the seat of the supervisor, as the kernel makes them."""
+    """Our group with the groups of the children and of the supervisor in it, as the kernel creates them."""
     own = make_group(tmp_path / "forq.service")
     make_group(own / "forq-x-supervisor")
     return Cgroups(make_group(own / "forq-x"))
@@ -27,7 +27,7 @@ def control(path: Path) -> str:
     return (path / "cgroup.subtree_control").read_text()
 
 
-def test_the_supervisor_moves_aside_and_the_controllers_go_down_to_the_children(groups: Cgroups) -> None:
+def test_the_supervisor_moves_to_its_own_group_and_controllers_are_enabled_for_the_children(groups: Cgroups) -> None:
     own = groups.path.parent
     delegation = Delegation(groups, ("memory",))
     assert delegation.begin()
@@ -39,7 +39,7 @@ def test_the_supervisor_moves_aside_and_the_controllers_go_down_to_the_children(
     assert control(groups.path).startswith("-memory")
 
 
-def test_what_others_have_switched_on_stays_on(groups: Cgroups) -> None:
+def test_controllers_enabled_by_others_stay_enabled(groups: Cgroups) -> None:
     own = groups.path.parent
     (own / "cgroup.subtree_control").write_text("memory")
     delegation = Delegation(groups, ("memory",))
@@ -55,14 +55,14 @@ def test_without_the_controllers_nothing_is_changed(groups: Cgroups) -> None:
     assert control(groups.path.parent) == ""
 
 
-def test_a_refusal_on_the_way_is_undone(groups: Cgroups) -> None:
+def test_a_refused_step_is_rolled_back(groups: Cgroups) -> None:
     (groups.path / "cgroup.subtree_control").unlink()
     assert not Delegation(groups, ("memory",)).begin()
     assert (groups.path.parent / "cgroup.procs").read_text() == str(os.getpid())
     assert control(groups.path.parent).startswith("-memory")
 
 
-def test_limits_are_written_where_the_kernel_has_them(tmp_path: Path) -> None:
+def test_limits_are_written_to_the_files_of_the_kernel(tmp_path: Path) -> None:
     files = ("memory.max", "memory.oom.group", "memory.swap.max", "pids.max")
     for name in files:
         (tmp_path / name).touch()
@@ -71,30 +71,32 @@ def test_limits_are_written_where_the_kernel_has_them(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("there", [("memory.max",), ("pids.max",), ()])
-def test_if_one_of_the_limits_cannot_be_kept_all_are_watched(tmp_path: Path, there: tuple[str, ...]) -> None:
+def test_if_the_kernel_cannot_enforce_one_limit_all_are_left_to_the_warden(
+    tmp_path: Path, there: tuple[str, ...]
+) -> None:
     for name in there:
         (tmp_path / name).touch()
     assert not limit(Cgroup(tmp_path), Resources(memory_bytes=1000, tasks=20))
 
 
-def test_a_limit_that_is_not_asked_for_is_not_needed(tmp_path: Path) -> None:
+def test_a_limit_that_is_not_set_needs_no_controller(tmp_path: Path) -> None:
     (tmp_path / "pids.max").touch()
     assert limit(Cgroup(tmp_path), Resources(tasks=20))
 
 
-def test_a_kill_by_the_kernel_is_told_with_the_peak(tmp_path: Path) -> None:
+def test_a_kill_by_the_kernel_is_reported_with_the_peak(tmp_path: Path) -> None:
     group = Cgroup(tmp_path)
     assert exceeded(group) is None, "no memory controller"
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 12\noom 1\noom_kill 0\noom_group_kill 0\n")
     assert exceeded(group) is None
     (tmp_path / "memory.events").write_text("low 0\nhigh 0\nmax 12\noom 1\noom_kill 3\noom_group_kill 1\n")
-    assert exceeded(group) == Exceeded("oom", None), "an older kernel keeps no peak"
+    assert exceeded(group) == Exceeded("oom", None), "older kernels do not record the peak"
     (tmp_path / "memory.peak").write_text("104857600\n")
     assert exceeded(group) == Exceeded("oom", 104857600)
 
 
-def test_a_real_group_hands_a_controller_down_to_its_children() -> None:
-    """With any controller that cgroup2 has to give here and that is handed down to our own group already."""
+def test_a_real_group_enables_a_controller_for_its_children() -> None:
+    """With any controller that is already enabled for our own group."""
     groups = Cgroups.find(f"forq-delegation-{os.getpid()}")
     if groups is None:
         pytest.skip("no writable cgroup2 with cgroup.kill here")

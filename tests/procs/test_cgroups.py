@@ -1,4 +1,4 @@
-"""Control groups, where this machine has writable ones; and what happens where it has not."""
+"""Control groups on machines with and without writable cgroups."""
 
 import os
 import select
@@ -56,7 +56,7 @@ def test_kill_ends_a_daemonised_grandchild_in_one_write(groups: Cgroups) -> None
     assert not group.path.exists()
 
 
-def test_another_process_can_be_moved_in_and_others_are_left_alone(groups: Cgroups) -> None:
+def test_a_process_can_be_moved_in_and_others_are_left_alone(groups: Cgroups) -> None:
     inside, outside = fork_pausing(), fork_pausing()
     group = groups.add("q.main")
     assert not group.populated()
@@ -69,7 +69,7 @@ def test_another_process_can_be_moved_in_and_others_are_left_alone(groups: Cgrou
     os.waitpid(outside, 0)
 
 
-def test_a_group_that_was_removed_is_empty_and_killing_it_is_no_error(groups: Cgroups) -> None:
+def test_a_removed_group_is_empty_and_killing_it_is_not_an_error(groups: Cgroups) -> None:
     group = groups.add("q.main")
     assert group.remove()
     assert group.kill()
@@ -77,7 +77,7 @@ def test_a_group_that_was_removed_is_empty_and_killing_it_is_no_error(groups: Cg
     assert group.remove()
 
 
-def test_remove_takes_groups_that_a_job_made_inside(groups: Cgroups) -> None:
+def test_remove_includes_groups_created_by_a_job(groups: Cgroups) -> None:
     group = groups.add("q.main")
     (group.path / "inner").mkdir()
     assert group.remove()
@@ -95,7 +95,7 @@ def test_find_is_none_without_a_cgroup2_mount(tmp_path: Path) -> None:
     assert Cgroups.find("forq", mounts=str(tmp_path / "mounts")) is None
 
 
-def test_find_is_none_when_files_of_proc_are_missing(tmp_path: Path) -> None:
+def test_find_is_none_when_proc_files_are_missing(tmp_path: Path) -> None:
     assert Cgroups.find("forq", mounts=str(tmp_path / "nothing")) is None
     assert Cgroups.find("forq", mounts=mounts_file(tmp_path, tmp_path), own=str(tmp_path / "nothing")) is None
 
@@ -110,14 +110,14 @@ def test_find_is_none_and_leaves_nothing_behind_without_cgroup_kill(tmp_path: Pa
     assert not (mount / "forq").exists()
 
 
-def test_find_is_none_where_the_directory_cannot_be_made(tmp_path: Path) -> None:
+def test_find_is_none_when_the_directory_cannot_be_created(tmp_path: Path) -> None:
     own = tmp_path / "own"
     own.write_text("0::/no/such/group\n")
     assert Cgroups.find("forq", mounts=mounts_file(tmp_path, tmp_path), own=str(own)) is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_find_is_none_for_a_user_who_may_not_write_there() -> None:
+def test_find_is_none_for_a_user_without_write_permission() -> None:
     pid = os.fork()
     if pid == 0:
         os.setresuid(65534, 65534, 65534)

@@ -1,4 +1,4 @@
-"""The wire format: requests, answers, errors."""
+"""The JSON-RPC wire format: requests, results, errors."""
 
 import contextlib
 import json
@@ -31,7 +31,7 @@ def test_a_result_is_read_back_as_it_was_sent(value: object) -> None:
     assert jsonrpc.read_answer(jsonrpc.result("a", value)) == ("a", value)
 
 
-def test_a_request_without_id_expects_no_answer() -> None:
+def test_a_request_without_an_id_expects_no_reply() -> None:
     assert not jsonrpc.read_request(b'{"jsonrpc":"2.0","method":"ping"}').expects_answer
 
 
@@ -74,7 +74,7 @@ def test_every_error_arrives_as_its_own_class(code: str) -> None:
     assert str(error) == "what happened"
 
 
-def test_failure_carries_the_numbers_of_the_standard() -> None:
+def test_a_failure_has_the_standard_error_number() -> None:
     def number(line: bytes) -> object:
         return json.loads(line)["error"]["code"]
 
@@ -84,18 +84,18 @@ def test_failure_carries_the_numbers_of_the_standard() -> None:
 
 
 @pytest.mark.parametrize("body", [None, [], {"data": {"code": "KeyboardInterrupt"}}, {"data": {"code": ["x"]}}, {}])
-def test_an_unknown_error_becomes_the_base_class_and_nothing_else(body: object) -> None:
+def test_an_unknown_error_becomes_the_base_class(body: object) -> None:
     assert type(jsonrpc.to_error(body)) is errors.ForqError
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), object(), "\ud800", {1, 2}])
-def test_what_json_does_not_have_is_refused(value: object) -> None:
+def test_values_outside_json_are_refused(value: object) -> None:
     with pytest.raises(errors.InvalidData):
         jsonrpc.encode({"data": value})
 
 
 @given(json_values, st.integers(0, 10**9), st.text(max_size=5) | st.integers() | st.none())
-def test_a_result_that_is_passed_on_is_the_same_bytes_as_one_encoded_anew(
+def test_a_forwarded_result_has_the_same_bytes_as_a_newly_encoded_one(
     value: object, number: int, id: str | int | None
 ) -> None:
     found = jsonrpc.read_raw_answer(jsonrpc.result(number, value)[:-1])
@@ -104,6 +104,6 @@ def test_a_result_that_is_passed_on_is_the_same_bytes_as_one_encoded_anew(
     assert jsonrpc.result(id, found[1]) == jsonrpc.result(id, value)
 
 
-def test_an_error_or_an_event_is_not_passed_on_unread() -> None:
+def test_errors_and_events_are_not_forwarded_unread() -> None:
     assert jsonrpc.read_raw_answer(jsonrpc.failure(7, errors.UnknownJob("no"))) is None
     assert jsonrpc.read_raw_answer(b'{"event":"redis","ok":true}') is None

@@ -1,4 +1,4 @@
-"""LineBuffer: how a stream is cut, what becomes of a line that is too long, and a socket that never blocks its loop."""
+"""LineBuffer splits a stream and skips lines that are too long; a LineConnection never blocks its loop."""
 
 import socket
 from collections.abc import Iterator
@@ -22,7 +22,7 @@ def all_lines(lines: LineBuffer) -> list[bytes]:
 
 
 @given(st.lists(st.binary(max_size=30).map(lambda raw: raw.replace(b"\n", b"")), max_size=8), st.integers(1, 7))
-def test_lines_are_the_same_however_the_bytes_are_cut(wanted: list[bytes], step: int) -> None:
+def test_lines_do_not_depend_on_how_the_bytes_arrive(wanted: list[bytes], step: int) -> None:
     stream = b"".join(line + b"\n" for line in wanted) + b"rest"
     lines = LineBuffer()
     found = []
@@ -33,7 +33,7 @@ def test_lines_are_the_same_however_the_bytes_are_cut(wanted: list[bytes], step:
     assert len(lines) == len(b"rest")
 
 
-def test_a_line_of_the_limit_passes_and_one_byte_more_is_refused() -> None:
+def test_a_line_at_the_limit_is_accepted_and_one_byte_more_is_refused() -> None:
     lines = LineBuffer(limit=10)
     lines.push(b"x" * 10 + b"\n")
     assert lines.pop() == b"x" * 10
@@ -42,7 +42,7 @@ def test_a_line_of_the_limit_passes_and_one_byte_more_is_refused() -> None:
         lines.pop()
 
 
-def test_whole_lines_before_a_too_long_one_are_still_given() -> None:
+def test_lines_before_one_that_is_too_long_are_returned() -> None:
     lines = LineBuffer(limit=5)
     lines.push(b"good\n" + b"x" * 6 + b"\n")
     assert lines.pop() == b"good"
@@ -51,7 +51,7 @@ def test_whole_lines_before_a_too_long_one_are_still_given() -> None:
 
 
 @given(st.lists(st.integers(0, 12), max_size=12), st.integers(1, 7))
-def test_skipped_lines_are_told_once_and_numbered_like_the_others(lengths: list[int], step: int) -> None:
+def test_a_skipped_line_is_reported_once_and_counts_in_the_numbering(lengths: list[int], step: int) -> None:
     stream = b"".join(b"x" * length + b"\n" for length in lengths)
     lines = LineBuffer(limit=6, skip_too_long=True)
     found: list[tuple[int, bool]] = []
@@ -66,7 +66,7 @@ def test_skipped_lines_are_told_once_and_numbered_like_the_others(lengths: list[
     assert found == [(number, True) for number in range(1, len(lengths) + 1)]
 
 
-def test_a_line_that_is_skipped_takes_no_more_memory_than_the_limit() -> None:
+def test_a_skipped_line_uses_no_more_memory_than_the_limit() -> None:
     lines = LineBuffer(limit=100, skip_too_long=True)
     refused = 0
     for _ in range(1000):
@@ -80,7 +80,7 @@ def test_a_line_that_is_skipped_takes_no_more_memory_than_the_limit() -> None:
     assert (refused, lines.pop(), lines.number) == (1, b"next", 2)
 
 
-def test_what_is_left_at_the_end_is_a_line_too() -> None:
+def test_the_rest_at_end_of_file_is_a_line() -> None:
     lines = LineBuffer()
     lines.push(b"one\ntwo")
     lines.end()
@@ -89,7 +89,7 @@ def test_what_is_left_at_the_end_is_a_line_too() -> None:
 
 
 def cut(*pieces: bytes, limit: int = 5) -> list[object]:
-    """Number and line; TOO_LONG: it was refused."""
+    """Returns (number, line) pairs; TOO_LONG stands for a refused line."""
     lines = LineBuffer(limit, skip_too_long=True)
     found: list[object] = []
     for piece in (*pieces, None):
@@ -104,14 +104,14 @@ def cut(*pieces: bytes, limit: int = 5) -> list[object]:
     return found
 
 
-def test_lines_are_cut_however_they_come() -> None:
+def test_numbered_lines_do_not_depend_on_how_the_bytes_arrive() -> None:
     whole = [(1, b"ab"), (2, b""), (3, b"cde")]
     assert cut(b"ab\n\ncde\n") == whole
     assert cut(*(bytes([byte]) for byte in b"ab\n\ncde\n")) == whole
-    assert cut(b"ab\n\ncde") == whole, "the last one needs no newline"
+    assert cut(b"ab\n\ncde") == whole, "the last line needs no newline"
 
 
-def test_a_line_that_is_too_long_is_told_of_once_and_skipped() -> None:
+def test_a_line_that_is_too_long_is_reported_once_and_skipped() -> None:
     for pieces in ((b"123456\nab\n",), (b"123", b"456", b"7890123", b"4\nab\n"), (b"12345", b"6", b"\na", b"b\n")):
         assert cut(*pieces) == [(1, TOO_LONG), (2, b"ab")]
     assert cut(b"12345\n") == [(1, b"12345")]
@@ -119,20 +119,20 @@ def test_a_line_that_is_too_long_is_told_of_once_and_skipped() -> None:
 
 
 class Ends:
-    """A connection on a loop, and the socket at its other end."""
+    """A connection on a loop and the socket at the other end."""
 
     def __init__(self) -> None:
         self.loop = Loop()
         ours, self.theirs = socket.socketpair()
         self.theirs.settimeout(5)
-        self.heard: list[bytes] = []
+        self.received: list[bytes] = []
         self.emptied = 0
         self.connection = LineConnection(
             self.loop, ours, self._input, lines=LineBuffer(), on_output=self._output, read_bytes=100
         )
 
     def _input(self) -> None:
-        self.heard += all_lines(self.connection.lines)
+        self.received += all_lines(self.connection.lines)
 
     def _output(self) -> None:
         self.emptied += 1
@@ -147,26 +147,26 @@ def ends() -> Iterator[Ends]:
     ends.loop.close()
 
 
-def test_lines_come_and_go(ends: Ends) -> None:
+def test_lines_are_received_and_sent(ends: Ends) -> None:
     ends.theirs.sendall(b"one\ntwo\nth")
     ends.loop.tick(5)
-    assert ends.heard == [b"one", b"two"]
+    assert ends.received == [b"one", b"two"]
     ends.connection.send(b"answer\n")
     assert ends.theirs.recv(100) == b"answer\n"
-    assert ends.emptied == 0, "it was sent at once"
+    assert ends.emptied == 0, "all was sent at once"
 
 
-def test_nothing_is_read_while_it_is_not_wanted(ends: Ends) -> None:
+def test_nothing_is_read_while_reading_is_off(ends: Ends) -> None:
     ends.connection.read(False)
     ends.theirs.sendall(b"later\n")
     ends.loop.tick(0.05)
-    assert ends.heard == []
+    assert ends.received == []
     ends.connection.read(True)
     ends.loop.tick(5)
-    assert ends.heard == [b"later"]
+    assert ends.received == [b"later"]
 
 
-def test_a_slow_reader_blocks_nobody_and_gets_all_of_it(ends: Ends) -> None:
+def test_a_slow_reader_blocks_nothing_and_gets_everything(ends: Ends) -> None:
     data = b"x" * 3_000_000 + b"\n"
     ends.connection.send(data)
     ends.connection.send(b"end\n")
@@ -178,18 +178,18 @@ def test_a_slow_reader_blocks_nobody_and_gets_all_of_it(ends: Ends) -> None:
     assert (ends.connection.unsent_bytes, ends.emptied) == (0, 1)
 
 
-def test_an_end_is_told_once_and_what_came_before_it_is_kept(ends: Ends) -> None:
+def test_end_of_file_is_reported_once_and_earlier_lines_are_kept(ends: Ends) -> None:
     ends.theirs.sendall(b"last\n")
     ends.theirs.close()
     while not ends.connection.ended:
         ends.loop.tick(5)
-    assert ends.heard == [b"last"]
+    assert ends.received == [b"last"]
     assert not ends.connection.reading
     ends.connection.read(True)
-    assert not ends.connection.reading, "there is nothing to read any more"
+    assert not ends.connection.reading, "nothing is left to read"
 
 
-def test_one_that_is_gone_takes_nothing_more(ends: Ends) -> None:
+def test_a_closed_connection_accepts_no_more_data(ends: Ends) -> None:
     ends.connection.send(b"x" * 3_000_000)
     ends.theirs.close()
     while not ends.connection.gone:

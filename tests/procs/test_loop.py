@@ -1,4 +1,4 @@
-"""The loop: descriptors, timers, signals, dead children, and what a fork does to it."""
+"""The event loop: descriptors, timers, signals, dead children, and behaviour after a fork."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 def tick_until(loop: Loop, condition: Callable[[], object], seconds: float = 5.0) -> None:
     deadline = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < deadline, "it did not happen in time"
+        assert time.monotonic() < deadline, "timed out"
         loop.tick(0.05)
 
 
@@ -59,7 +59,7 @@ def test_reader_and_writer_of_one_descriptor_coexist(loop: Loop, pair: tuple[soc
     loop.tick(1.0)
     assert calls == ["hello", "writable", "again"]
     loop.remove_reader(left.fileno())
-    right.send(b"unheard")
+    right.send(b"unread")
     loop.tick(0)
     assert calls[3:] == []
 
@@ -82,7 +82,7 @@ def test_a_callback_that_raises_is_logged_and_the_others_are_called(
     assert caplog.text.count("ValueError: broken callback") == 2
 
 
-def test_a_descriptor_removed_during_the_round_is_not_called(
+def test_a_descriptor_removed_during_the_pass_is_not_called(
     loop: Loop, pair: tuple[socket.socket, socket.socket]
 ) -> None:
     called: list[int] = []
@@ -108,7 +108,7 @@ def test_a_reused_descriptor_does_not_get_the_event_of_its_predecessor(
     fresh: list[int] = []
 
     def replace(other: int) -> None:
-        """Both pipes are readable: whichever is called first closes the other and puts an empty one in its place."""
+        """Both pipes are readable. The first callback closes the other pipe and replaces it with an empty one."""
         called.append("old")
         loop.remove_reader(other)
         read_fd, write_fd = os.pipe()
@@ -183,7 +183,7 @@ def test_a_timer_can_be_cancelled_by_one_that_is_due_at_the_same_time() -> None:
     loop.close()
 
 
-def test_a_timer_that_sets_itself_again_does_not_keep_the_tick_from_ending() -> None:
+def test_a_timer_that_restarts_itself_does_not_keep_the_tick_from_ending() -> None:
     loop = Loop(now=Clock())
     fired: list[int] = []
 
@@ -198,7 +198,7 @@ def test_a_timer_that_sets_itself_again_does_not_keep_the_tick_from_ending() -> 
     loop.close()
 
 
-def test_a_timer_that_is_set_anew_again_and_again_leaves_nothing_behind(loop: Loop) -> None:
+def test_a_timer_that_is_reset_many_times_leaves_nothing_behind(loop: Loop) -> None:
     fired: list[str] = []
     loop.call_later(0.0, lambda: fired.append("kept"))
     tracemalloc.start()
@@ -220,7 +220,7 @@ def test_tick_waits_for_the_next_timer_and_no_longer(loop: Loop) -> None:
     assert 0.03 <= fired[0] < 2.0
 
 
-def test_run_ends_with_the_round_in_which_stop_was_called(loop: Loop) -> None:
+def test_run_ends_after_the_pass_in_which_stop_was_called(loop: Loop) -> None:
     fired: list[str] = []
     loop.call_later(0, loop.stop)
     loop.call_later(0, lambda: fired.append("same round"))
@@ -229,28 +229,28 @@ def test_run_ends_with_the_round_in_which_stop_was_called(loop: Loop) -> None:
 
 
 def test_a_signal_is_called_back_from_the_loop(loop: Loop) -> None:
-    heard: list[str] = []
-    loop.on_signal(signal.SIGUSR1, lambda: heard.append("usr1"))
-    loop.on_signal(signal.SIGUSR2, lambda: heard.append("usr2"))
+    received: list[str] = []
+    loop.on_signal(signal.SIGUSR1, lambda: received.append("usr1"))
+    loop.on_signal(signal.SIGUSR2, lambda: received.append("usr2"))
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert heard == []
-    tick_until(loop, lambda: heard)
+    assert received == []
+    tick_until(loop, lambda: received)
     os.kill(os.getpid(), signal.SIGUSR2)
-    tick_until(loop, lambda: len(heard) > 1)
-    assert heard == ["usr1", "usr2"]
+    tick_until(loop, lambda: len(received) > 1)
+    assert received == ["usr1", "usr2"]
 
 
-def test_a_storm_of_one_signal_does_not_drown_another(loop: Loop) -> None:
-    heard: set[str] = set()
-    loop.on_signal(signal.SIGUSR1, lambda: heard.add("usr1"))
-    loop.on_signal(signal.SIGTERM, lambda: heard.add("term"))
+def test_many_signals_of_one_kind_do_not_hide_another(loop: Loop) -> None:
+    received: set[str] = set()
+    loop.on_signal(signal.SIGUSR1, lambda: received.add("usr1"))
+    loop.on_signal(signal.SIGTERM, lambda: received.add("term"))
     for _ in range(5000):
         os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGTERM)
-    tick_until(loop, lambda: len(heard) == 2)
+    tick_until(loop, lambda: len(received) == 2)
 
 
-def test_a_dead_child_is_called_back_once(loop: Loop) -> None:
+def test_the_callback_for_a_dead_child_runs_once(loop: Loop) -> None:
     pid = os.fork()
     if pid == 0:
         os._exit(3)
@@ -269,13 +269,13 @@ def test_a_dead_child_is_called_back_once(loop: Loop) -> None:
     os.close(pidfd)
 
 
-def test_a_child_that_closes_the_loop_leaves_the_parent_hearing(
+def test_closing_the_loop_in_a_child_leaves_the_parent_working(
     loop: Loop, pair: tuple[socket.socket, socket.socket]
 ) -> None:
-    heard: list[str] = []
-    loop.on_signal(signal.SIGUSR1, lambda: heard.append("usr1"))
-    loop.add_reader(pair[0].fileno(), lambda: heard.append(pair[0].recv(10).decode()))
-    loop.call_later(60, lambda: heard.append("timer"))
+    received: list[str] = []
+    loop.on_signal(signal.SIGUSR1, lambda: received.append("usr1"))
+    loop.add_reader(pair[0].fileno(), lambda: received.append(pair[0].recv(10).decode()))
+    loop.call_later(60, lambda: received.append("timer"))
     pid = os.fork()
     if pid == 0:
         loop.close_in_child()
@@ -285,12 +285,12 @@ def test_a_child_that_closes_the_loop_leaves_the_parent_hearing(
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGUSR1
     loop.tick(0)
-    assert heard == []
+    assert received == []
     pair[1].send(b"data")
-    tick_until(loop, lambda: heard)
+    tick_until(loop, lambda: received)
     os.kill(os.getpid(), signal.SIGUSR1)
-    tick_until(loop, lambda: len(heard) > 1)
-    assert heard == ["data", "usr1"]
+    tick_until(loop, lambda: len(received) > 1)
+    assert received == ["data", "usr1"]
 
 
 def test_each_pass_marks_the_process_as_alive_before_it_waits(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,43 +302,43 @@ def test_each_pass_marks_the_process_as_alive_before_it_waits(loop: Loop, monkey
     assert order == ["passed", "called", "passed"]
 
 
-def test_a_service_ends_with_what_its_callback_raises() -> None:
+def test_a_service_loop_raises_what_its_callback_raises() -> None:
     loop = service_loop()
     loop.call_later(0.0, lambda: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         loop.run()
 
 
-def test_one_pass_takes_no_more_events_than_it_may_and_the_next_takes_the_others() -> None:
+def test_one_pass_takes_a_limited_number_of_events_and_the_next_takes_the_rest() -> None:
     loop = Loop(most_events=2)
     pairs = [socket.socketpair() for _ in range(5)]
-    heard: list[int] = []
+    received: list[int] = []
     for number, (left, right) in enumerate(pairs):
-        loop.add_reader(left.fileno(), lambda number=number: heard.append(number))  # type: ignore[misc]
+        loop.add_reader(left.fileno(), lambda number=number: received.append(number))  # type: ignore[misc]
         right.send(b"x")
     for count in (2, 4, 5):
         loop.tick(0)
-        assert len(set(heard)) == count
+        assert len(set(received)) == count
     loop.close()
     for left, right in pairs:
         left.close()
         right.close()
 
 
-def test_a_hangup_is_told_of_while_nobody_reads(loop: Loop, pair: tuple[socket.socket, socket.socket]) -> None:
+def test_a_hangup_is_reported_while_reading_is_off(loop: Loop, pair: tuple[socket.socket, socket.socket]) -> None:
     left, right = pair
-    told: list[str] = []
+    hangups: list[str] = []
 
     def hung_up() -> None:
-        told.append("hung up")
+        hangups.append("hung up")
         loop.on_hangup(left.fileno(), None)
 
     loop.on_hangup(left.fileno(), hung_up)
     right.send(b"unread")
     right.shutdown(socket.SHUT_WR)
     loop.tick(0.02)
-    assert told == [], "it may still read"
+    assert hangups == [], "the other end may still read"
     right.close()
     loop.tick(5)
     loop.tick(0.02)
-    assert told == ["hung up"]
+    assert hangups == ["hung up"]

@@ -1,4 +1,4 @@
-"""Which children are the supervisor's own: what is forked while somebody looks is never taken for an orphan."""
+"""Which children belong to the supervisor: a child forked during a check is never treated as an orphan."""
 
 import os
 import random
@@ -24,7 +24,7 @@ def fork(run: Callable[[], object]) -> int:
 
 
 def ended(pid: int, seconds: float = 20.0) -> int | None:
-    """Its exit code; None if it lives on."""
+    """Returns its exit code, or None if it is still running."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         found, status = os.waitpid(pid, os.WNOHANG)
@@ -34,7 +34,7 @@ def ended(pid: int, seconds: float = 20.0) -> int | None:
     return None
 
 
-def test_the_shared_words_say_the_same_as_the_set_whatever_comes_and_goes() -> None:
+def test_the_shared_memory_always_matches_the_set_of_children() -> None:
     own, chance, wanted = ChildPids(), random.Random(7), set[int]()
     for _ in range(2000):
         pid = chance.randrange(1, 60)
@@ -49,7 +49,7 @@ def test_the_shared_words_say_the_same_as_the_set_whatever_comes_and_goes() -> N
         assert own.read_with(lambda: [1], time.monotonic() + 5) == ([1], frozenset(wanted))
 
 
-def test_a_list_that_was_read_while_something_was_forked_does_not_count() -> None:
+def test_a_list_of_children_read_during_a_fork_is_discarded() -> None:
     own, looks = ChildPids(), 0
     own.owner = os.getppid()
 
@@ -65,7 +65,7 @@ def test_a_list_that_was_read_while_something_was_forked_does_not_count() -> Non
     assert looks == 2
 
 
-def test_nothing_is_found_while_a_fork_is_under_way_or_the_supervisor_is_gone() -> None:
+def test_no_orphans_are_found_during_a_fork_or_without_the_supervisor() -> None:
     own = ChildPids()
     own.owner = os.getppid()
     with own.forking():
@@ -74,7 +74,7 @@ def test_nothing_is_found_while_a_fork_is_under_way_or_the_supervisor_is_gone() 
     assert own.read_with(lambda: [7], time.monotonic() + 5) == ([], frozenset())
 
 
-def test_another_process_kills_the_orphans_and_leaves_the_supervisors_own_alone() -> None:
+def test_another_process_kills_orphans_and_spares_the_supervisors_children() -> None:
     def check() -> None:
         own = ChildPids()
         reading, writing = os.pipe()
@@ -92,14 +92,14 @@ def test_another_process_kills_the_orphans_and_leaves_the_supervisors_own_alone(
             own.add(warden)
         assert os.read(reading, 100).decode() == f"[{orphan}] [{orphan}]"
         assert ended(warden) == 0
-        assert ended(orphan) == -signal.SIGKILL, "it is the supervisor's to reap"
+        assert ended(orphan) == -signal.SIGKILL, "the supervisor reaps it"
         assert ended(mine, 0.05) is None
         os.kill(mine, signal.SIGKILL)
 
     in_a_process_of_its_own(check)
 
 
-def test_children_that_are_forked_while_another_process_kills_orphans_live_on() -> None:
+def test_children_forked_while_another_process_kills_orphans_survive() -> None:
     def check() -> None:
         own = ChildPids()
 
@@ -117,20 +117,20 @@ def test_children_that_are_forked_while_another_process_kills_orphans_live_on() 
                 own.add(mine[-1])
             if len(mine) > 20:
                 pid = mine.pop(0)
-                assert os.waitpid(pid, os.WNOHANG) == (0, 0), "nobody has killed it"
+                assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it was killed"
                 os.kill(pid, signal.SIGKILL)
                 assert ended(pid) == -signal.SIGKILL
                 own.discard(pid)
         assert len(mine) > 5
         assert sorted(children_of(os.getpid())) == sorted(mine)
         for pid in mine:
-            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "nobody has killed it"
+            assert os.waitpid(pid, os.WNOHANG) == (0, 0), "it was killed"
             os.kill(pid, signal.SIGKILL)
 
     in_a_process_of_its_own(check)
 
 
-def test_an_orphan_that_cannot_be_killed_before_is_not_waited_for_again() -> None:
+def test_an_orphan_that_could_not_be_killed_is_not_waited_for_again() -> None:
     def check() -> None:
         own = ChildPids()
         survivor = fork(signal.pause)

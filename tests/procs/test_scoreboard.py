@@ -1,4 +1,4 @@
-"""The scoreboard: packing, slots, and what another process sees of them."""
+"""The scoreboard: packed words, slots, and what other processes see."""
 
 import os
 
@@ -31,32 +31,32 @@ def test_a_word_unpacks_to_what_was_packed(started_ns: int, turn: int, index: in
 
 
 @given(st.integers(0, 2**62), st.integers(0, 70 * 3600 * 10**9))
-def test_age_is_right_to_a_tick_across_the_wrap(started_ns: int, age_ns: int) -> None:
+def test_age_is_accurate_to_one_tick_across_the_wrap(started_ns: int, age_ns: int) -> None:
     word = pack_position(started_ns, 2**20 - 1, 2**15 - 1, True)
     assert abs(age_ms(word, started_ns + age_ns) - age_ns / 1e6) <= TICK_MS
 
 
-def test_a_job_that_started_after_the_reader_took_its_time_has_age_zero() -> None:
+def test_a_job_started_after_the_readers_timestamp_has_age_zero() -> None:
     assert age_ms(pack_position(10**12 + 5_000_000, 1, 0, True), 10**12) == 0.0
 
 
-def test_turn_and_index_wrap_instead_of_spilling_into_their_neighbours() -> None:
+def test_turn_and_index_wrap_instead_of_overflowing_into_other_fields() -> None:
     assert unpack_position(pack_position(0, 2**20 + 3, 2**15 + 7, False)) == PositionParts(0, 3, 7, False)
 
 
 @given(st.integers(0, 2**53 - 1), st.integers(0, 2**20 - 1))
-def test_a_place_has_the_whole_number_of_its_turn_also_between_the_two_stores(number: int, later: int) -> None:
+def test_a_position_has_the_full_turn_number_even_between_the_two_stores(number: int, later: int) -> None:
     board = Scoreboard.create(slots=1)
     slot = board.slot(board.take())
     slot.turn = number
     slot.position = word = pack_position(10**12, number, 7, True)
     assert slot.read_position() == WorkerPosition(number, 7, True)
-    # The next turn that the worker took; it died before it published its position there.
+    # The worker took another turn and died before it published its position.
     slot.turn = number + later
     assert slot.read_position() == slot.read_position(word) == WorkerPosition(number, 7, True)
 
 
-def test_take_gives_the_lowest_free_slot_zeroed() -> None:
+def test_take_returns_the_lowest_free_slot_zeroed() -> None:
     board = Scoreboard.create(slots=4)
     assert [board.take() for _ in range(3)] == [0, 1, 2]
     slot = board.slot(1)
@@ -76,7 +76,7 @@ def test_take_raises_when_no_slot_is_left() -> None:
         board.take()
 
 
-def test_a_slot_that_is_not_taken_cannot_be_given_back() -> None:
+def test_a_free_slot_cannot_be_released() -> None:
     board = Scoreboard.create(slots=2)
     number = board.take()
     board.give_back(number)
@@ -85,7 +85,7 @@ def test_a_slot_that_is_not_taken_cannot_be_given_back() -> None:
 
 
 @pytest.mark.parametrize("number", [-1, 2])
-def test_there_is_no_slot_outside_the_board(number: int) -> None:
+def test_a_slot_number_outside_the_board_is_refused(number: int) -> None:
     with pytest.raises(ForqError, match="no slot"):
         Scoreboard.create(slots=2).slot(number)
 
@@ -122,7 +122,7 @@ def test_a_full_slot_does_not_touch_its_neighbours() -> None:
     assert board.highest == 3
 
 
-def test_texts_are_cut_to_their_room_and_shorter_ones_replace_longer_ones() -> None:
+def test_texts_are_truncated_and_shorter_ones_replace_longer_ones() -> None:
     slot = Scoreboard.create(slots=1).slot(0)
     slot.queue = "q" * 100
     slot.worker = "w" * 100
@@ -133,7 +133,7 @@ def test_texts_are_cut_to_their_room_and_shorter_ones_replace_longer_ones() -> N
     assert (slot.job, slot.queue, slot.worker) == (b"id", "", "w" * 48)
 
 
-def test_progress_belongs_to_one_position_and_its_text_ends_with_a_whole_character() -> None:
+def test_progress_belongs_to_one_position_and_its_text_is_cut_between_characters() -> None:
     board = Scoreboard.create(slots=2)
     slot, neighbour = board.slot(0), board.slot(1)
     first, second = pack_position(3 << 20, 4, 5, True), pack_position(4 << 20, 4, 6, True)
@@ -148,7 +148,7 @@ def test_progress_belongs_to_one_position_and_its_text_ends_with_a_whole_charact
     assert slot.show_progress(second, 0.0, "")
     assert slot.progress() == (0.0, "")
     slot.words[POSITION] = second & ~1
-    assert slot.progress() is None, "nothing runs"
+    assert slot.progress() is None, "no job is running"
 
 
 def test_an_untouched_board_uses_no_memory() -> None:

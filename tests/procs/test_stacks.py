@@ -1,4 +1,4 @@
-"""Reading a dump of stacks, and taking one from a child that holds the interpreter."""
+"""Stack dumps: parsing one, and taking one from a child that holds the interpreter lock."""
 
 import os
 import signal
@@ -21,19 +21,19 @@ Current thread 0x00007f5a2bb5f040 (most recent call first):
 """
 
 
-def test_only_the_frames_of_the_handlers_own_code_are_kept() -> None:
+def test_only_frames_of_the_handler_are_kept() -> None:
     expected = '  File "mine.py", line 3 in deep\n  File "mine.py", line 8 in handle'
     assert stack_of_thread(DUMP, 0x7F5A2BB5F040) == expected
     assert stack_of_thread(DUMP, 0x7F5A2B7FE6C0) == '  File "minder.py", line 9 in poll'
 
 
-def test_a_dump_without_that_thread_is_kept_as_it_is() -> None:
+def test_a_dump_without_the_worker_thread_is_kept_unchanged() -> None:
     assert stack_of_thread(DUMP, 1) == DUMP.strip()
     assert len(stack_of_thread("x" * 20_000, 1)) == MAX_STACK
 
 
 class Program:
-    """A process with the two things that a dump needs of a child."""
+    """A process with the two members that a dump needs of a child."""
 
     def __init__(self, code: str) -> None:
         self.process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
@@ -63,7 +63,7 @@ def dump_of(program: Program, fd: int | None) -> str:
     while len(dumps) < 2:
         loop.tick(1.0)
     loop.close()
-    assert dumps[0] == dumps[1], "whoever asks meanwhile gets the same one"
+    assert dumps[0] == dumps[1], "a second request gets the same dump"
     return dumps[0]
 
 
@@ -71,16 +71,16 @@ OFFER = "from forq.workers.child import enable_stack_dumps; fd = enable_stack_du
 TELL = "print(fd, flush=True)\n"
 
 
-def test_a_process_that_holds_the_interpreter_in_c_still_shows_its_stack() -> None:
+def test_a_process_stuck_in_c_code_still_dumps_its_stack() -> None:
     program = Program(OFFER + "def stuck():\n    " + TELL + "    sum(range(10**12))\nstuck()")
     try:
         assert "in stuck" in dump_of(program, program.fd)
-        assert dump_of(program, program.fd).count("in stuck") == 1, "each dump begins with an empty file"
+        assert dump_of(program, program.fd).count("in stuck") == 1, "each dump starts with an empty file"
     finally:
         program.end()
 
 
-def test_a_process_that_ignores_the_signal_has_no_stack_to_give_and_holds_nobody_up() -> None:
+def test_a_process_that_ignores_the_signal_has_no_dump_and_blocks_nothing() -> None:
     ignore = f"import signal; signal.signal({int(STACK_SIGNAL)}, signal.SIG_IGN)\n"
     program = Program(OFFER + ignore + TELL + "sum(range(10**12))")
     try:
@@ -89,7 +89,7 @@ def test_a_process_that_ignores_the_signal_has_no_stack_to_give_and_holds_nobody
         program.end()
 
 
-def test_a_process_that_offers_none_or_has_ended_has_none() -> None:
+def test_a_process_without_a_dump_file_or_that_has_exited_has_no_dump() -> None:
     program = Program("print(0, flush=True); import time; time.sleep(100)")
     try:
         assert dump_of(program, None) == ""

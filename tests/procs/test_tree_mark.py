@@ -1,4 +1,4 @@
-"""The mark by which orphans are found that nothing leads to."""
+"""TreeMark: finds orphans that no parent or cgroup leads to."""
 
 import os
 import signal
@@ -25,14 +25,14 @@ SLEEP = f"import time; time.sleep({LIFETIME_SECONDS})"
 
 
 class Orphans:
-    """Starts processes whose parents die at once, so that init or another subreaper adopts them."""
+    """Starts processes whose parents exit at once, so that init or another subreaper adopts them."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self.pids: list[int] = []
 
     def leave(self, live: Callable[[], object], mark: TreeMark | None = MARK) -> int:
-        """The pid of an orphan that calls `live`; `mark` is put on its parent."""
+        """Starts an orphan that calls `live` and returns its pid; its parent gets `mark`."""
         file = self._directory / str(len(self.pids))
         parent = os.fork()
         if parent == 0:
@@ -44,7 +44,7 @@ class Orphans:
                     os.setsid()
                     live()
                 else:
-                    # Whole at once, or not there.
+                    # Rename, so that the file is never seen half written.
                     file.with_suffix(".new").write_text(str(orphan))
                     file.with_suffix(".new").rename(file)
             finally:
@@ -72,7 +72,7 @@ def run_program() -> None:
 
 
 def wait_for_program(pid: int) -> None:
-    """Until then it holds the locks' descriptors."""
+    """Until exec, the process holds the descriptors of the locks."""
     wait_until(lambda: SLEEP in Path(f"/proc/{pid}/cmdline").read_text(), what="it is a program")
 
 
@@ -87,7 +87,7 @@ def run_program_of_a_shell_without_environment() -> None:
 
 
 @pytest.mark.parametrize("live", [run_program, just_sleep, run_program_of_a_shell_without_environment])
-def test_an_orphan_is_found_and_killed_and_nobody_else_is(orphans: Orphans, live: Callable[[], None]) -> None:
+def test_only_marked_orphans_are_found_and_killed(orphans: Orphans, live: Callable[[], None]) -> None:
     wanted = orphans.leave(live)
     others = [orphans.leave(live, mark=None), orphans.leave(live, mark=FOREIGN)]
     wait_until(lambda: MARK.find() == [wanted], what="it is found")
@@ -101,7 +101,7 @@ def test_an_orphan_is_found_and_killed_and_nobody_else_is(orphans: Orphans, live
     FOREIGN.kill(FOREIGN.find, 10.0)
 
 
-def test_a_program_that_its_handler_gave_an_empty_environment_ends_with_what_started_it(orphans: Orphans) -> None:
+def test_a_program_with_an_empty_environment_is_killed_with_its_parent(orphans: Orphans) -> None:
     shell = orphans.leave(run_program_of_a_shell_without_environment)
     wait_until(lambda: MARK.find() == [shell])
     pids = wait_until(lambda: set(children_of(shell)), what="its program runs")
@@ -111,7 +111,7 @@ def test_a_program_that_its_handler_gave_an_empty_environment_ends_with_what_sta
 
 
 def test_the_caller_and_its_ancestors_are_never_found() -> None:
-    """A handler may start a supervisor of the same directory."""
+    """A handler may start a supervisor for the same directory."""
     script = (
         "import sys; from forq.procs.orphans import TreeMark; "
         "mark = TreeMark(bytes.fromhex(sys.argv[1]), 'here'); assert mark.marks(__import__('os').getpid()); "
@@ -126,15 +126,15 @@ def test_the_caller_and_its_ancestors_are_never_found() -> None:
     assert done.stdout == "[]\n"
 
 
-def test_a_pid_that_was_used_again_is_not_killed(orphans: Orphans) -> None:
-    """Between the look and the kill the marked process ends, and its number goes to another."""
+def test_a_reused_pid_is_not_killed(orphans: Orphans) -> None:
+    """The marked process exits between check and kill, and another process gets its pid."""
     innocent = orphans.leave(run_program, mark=None)
     looks = [[innocent], [], []]
     assert MARK.kill(lambda: looks.pop(0) if looks else [], 1.0) == (set(), set())
     assert alive({innocent}) == {innocent}
 
 
-def test_only_those_who_came_since_the_last_look_are_looked_at(
+def test_only_processes_started_since_the_last_check_are_checked(
     orphans: Orphans, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mark = TreeMark(os.urandom(16), "here")
@@ -153,7 +153,7 @@ def test_only_those_who_came_since_the_last_look_are_looked_at(
     assert orphans.pids[0] not in looked
 
 
-def test_each_state_directory_has_a_mark_of_its_own_and_so_has_a_copy(tmp_path: Path) -> None:
+def test_each_state_directory_and_each_copy_of_one_has_its_own_mark(tmp_path: Path) -> None:
     first = StateDir(tmp_path / "one")
     first.lock()
     mark = first.tree_mark.value
@@ -170,21 +170,21 @@ def test_each_state_directory_has_a_mark_of_its_own_and_so_has_a_copy(tmp_path: 
     assert (tmp_path / "one" / "tree.secret").stat().st_mode & 0o777 == 0o600
 
 
-def test_a_marked_orphan_is_dead_when_the_directory_is_locked(orphans: Orphans, tmp_path: Path) -> None:
+def test_locking_the_directory_waits_until_marked_orphans_are_dead(orphans: Orphans, tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     state.lock()
     orphan = orphans.leave(run_program, mark=state.tree_mark)
     wait_for_program(orphan)
     state.unlock()
-    told: list[list[int]] = []
+    waited_for: list[list[int]] = []
     successor = StateDir(tmp_path / "state")
-    successor.lock(on_wait=told.append)
-    assert told == [[orphan]]
+    successor.lock(on_wait=waited_for.append)
+    assert waited_for == [[orphan]]
     assert not alive({orphan})
     successor.unlock()
 
 
-def test_a_marked_orphan_that_cannot_be_killed_is_named(
+def test_a_marked_orphan_that_cannot_be_killed_is_reported(
     orphans: Orphans, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = StateDir(tmp_path / "state")
@@ -201,10 +201,10 @@ def test_a_marked_orphan_that_cannot_be_killed_is_named(
         StateDir(tmp_path / "state").lock()
 
 
-def test_where_the_kernel_refuses_a_mapping_with_a_name_programs_are_marked_all_the_same(
+def test_programs_are_marked_even_if_the_kernel_refuses_a_named_mapping(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As with SystemCallFilter=~memfd_create: a queue is served without the mark on what it only forks."""
+    """With SystemCallFilter=~memfd_create, a queue is served, but forked processes without exec are not marked."""
 
     def refuse(name: str, flags: int) -> int:
         raise PermissionError(1, "Operation not permitted")

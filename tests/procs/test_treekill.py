@@ -1,4 +1,4 @@
-"""Killing trees. Every process of a test holds the write end of a pipe: end of file proves that all are dead."""
+"""Killing process trees. Each test process holds the write end of a pipe; end of file proves that all are dead."""
 
 import os
 import select
@@ -28,25 +28,25 @@ LIFETIME_SECONDS = 20
 
 
 class Pipe:
-    """Held open by a family of processes; closed when the last is dead."""
+    """Held open by a tree of processes; reaches end of file when the last one is dead."""
 
     def __init__(self) -> None:
         self.read_fd, self.write_fd = os.pipe()
 
-    def tell(self, text: str) -> None:
+    def write(self, text: str) -> None:
         os.write(self.write_fd, f"{text}\n".encode())
 
-    def hear(self, lines: int) -> list[str]:
-        heard = b""
-        while heard.count(b"\n") < lines:
-            assert self._readable(5.0), f"only heard {heard!r}"
+    def read_words(self, lines: int) -> list[str]:
+        received = b""
+        while received.count(b"\n") < lines:
+            assert self._readable(5.0), f"only received {received!r}"
             part = os.read(self.read_fd, 4096)
             assert part, "the writers are gone"
-            heard += part
-        return heard.decode().split()
+            received += part
+        return received.decode().split()
 
     def all_dead(self, seconds: float = 1.0) -> bool:
-        """Whether every writer is gone; the caller has closed its own end."""
+        """Whether every writer is gone. The caller must have closed its own end."""
         deadline = time.monotonic() + seconds
         while self._readable(max(0.0, deadline - time.monotonic())):
             if not os.read(self.read_fd, 65536):
@@ -70,7 +70,7 @@ Step = Callable[[], object]
 
 
 def fork(*steps: Step) -> int:
-    """A child that takes these steps and exits."""
+    """Forks a child that runs these steps and exits."""
     pid = os.fork()
     if pid:
         return pid
@@ -86,20 +86,20 @@ def fork(*steps: Step) -> int:
 
 
 def wait_for_ever() -> None:
-    """Or until it is certain that the test has failed to kill it."""
+    """Exits only after the test must have failed to kill it."""
     signal.alarm(LIFETIME_SECONDS)
     while True:
         signal.pause()
 
 
 def daemonise(*steps: Step) -> None:
-    """Double fork and setsid, as a service that detaches itself does."""
+    """Double fork and setsid, like a daemon."""
     os.waitpid(fork(os.setsid, lambda: fork(*steps)), 0)
 
 
 def run_chain(pipe: Pipe, pause_seconds: float = 0.001, new_session: bool = True) -> None:
-    """Never the same process for longer than a moment: fork, let the child go on, exit."""
-    pipe.tell("chain")
+    """A chain of short-lived processes: each forks, lets the child go on, and exits."""
+    pipe.write("chain")
     deadline = time.monotonic() + LIFETIME_SECONDS
     while time.monotonic() < deadline:
         time.sleep(pause_seconds)
@@ -110,12 +110,12 @@ def run_chain(pipe: Pipe, pause_seconds: float = 0.001, new_session: bool = True
 
 
 def start_worker(*steps: Step) -> int:
-    """A child like the supervisor's: leader of a session, subreaper."""
+    """Starts a session leader and subreaper, like a child of the supervisor."""
     return fork(os.setsid, become_subreaper, *steps, wait_for_ever)
 
 
 def in_a_subreaper(body: Step) -> None:
-    """Run the test's body as a supervisor would, apart from pytest's own children."""
+    """Runs the test in a child process, apart from pytest's own children."""
     assert reap(fork(os.setsid, become_subreaper, lambda: signal.alarm(LIFETIME_SECONDS), body)) == 0
 
 
@@ -126,14 +126,14 @@ def reap(pid: int) -> int:
 def test_kill_tree_ends_a_process_its_children_and_daemons(pipe: Pipe) -> None:
     def work() -> None:
         fork(
-            lambda: pipe.tell("child"),
-            lambda: fork(lambda: pipe.tell("grandchild"), wait_for_ever),
+            lambda: pipe.write("child"),
+            lambda: fork(lambda: pipe.write("grandchild"), wait_for_ever),
             wait_for_ever,
         )
-        daemonise(lambda: pipe.tell("daemon"), wait_for_ever)
+        daemonise(lambda: pipe.write("daemon"), wait_for_ever)
 
     pid = start_worker(work)
-    assert sorted(pipe.hear(3)) == ["child", "daemon", "grandchild"]
+    assert sorted(pipe.read_words(3)) == ["child", "daemon", "grandchild"]
     os.close(pipe.write_fd)
     assert kill_tree(pid)
     assert pipe.all_dead()
@@ -148,7 +148,7 @@ def test_kill_tree_ends_fast_forking_chains_20_of_20(new_session: bool) -> None:
         pipe = Pipe()
         chain = partial(daemonise, partial(run_chain, pipe, 0.001, new_session))
         pid = start_worker(chain, chain)
-        pipe.hear(2)
+        pipe.read_words(2)
         os.close(pipe.write_fd)
         clean += kill_tree(pid) and pipe.all_dead(0.2)
         assert reap(pid) == -signal.SIGKILL
@@ -159,13 +159,13 @@ def test_kill_tree_ends_fast_forking_chains_20_of_20(new_session: bool) -> None:
 @pytest.mark.fault("handler forks without end")
 def test_kill_tree_ends_a_fork_bomb_in_the_workers_own_group(pipe: Pipe) -> None:
     def bomb() -> None:
-        pipe.tell("bomb")
+        pipe.write("bomb")
         while len(os.listdir("/proc")) < 800:
             os.fork()
         wait_for_ever()
 
     pid = start_worker(lambda: fork(bomb))
-    pipe.hear(1)
+    pipe.read_words(1)
     os.close(pipe.write_fd)
     assert kill_tree(pid)
     assert pipe.all_dead()
@@ -174,20 +174,20 @@ def test_kill_tree_ends_a_fork_bomb_in_the_workers_own_group(pipe: Pipe) -> None
 
 def test_kill_tree_ends_a_root_that_starts_processes_in_a_loop(pipe: Pipe) -> None:
     def work() -> None:
-        pipe.tell("started")
+        pipe.write("started")
         deadline = time.monotonic() + LIFETIME_SECONDS
         while time.monotonic() < deadline:
             fork(os.setsid, wait_for_ever)
 
     pid = start_worker(work)
-    pipe.hear(1)
+    pipe.read_words(1)
     os.close(pipe.write_fd)
     assert kill_tree(pid, deadline_seconds=2.0)
     assert pipe.all_dead()
     assert reap(pid) == -signal.SIGKILL
 
 
-def test_the_root_is_stopped_while_what_is_below_it_is_killed(monkeypatch: pytest.MonkeyPatch, pipe: Pipe) -> None:
+def test_the_root_is_stopped_while_its_descendants_are_killed(monkeypatch: pytest.MonkeyPatch, pipe: Pipe) -> None:
     original = treekill.TreeKiller.kill_all
     stopped: list[bool] = []
 
@@ -198,8 +198,8 @@ def test_the_root_is_stopped_while_what_is_below_it_is_killed(monkeypatch: pytes
         stopped.append(result is not None)
         return original(killer, time.monotonic() + 5.0)
 
-    pid = start_worker(lambda: pipe.tell("up"))
-    pipe.hear(1)
+    pid = start_worker(lambda: pipe.write("up"))
+    pipe.read_words(1)
     os.close(pipe.write_fd)
     monkeypatch.setattr(treekill.TreeKiller, "kill_all", kill_all)
     kill_tree(pid, deadline_seconds=1.0)
@@ -210,70 +210,70 @@ def test_the_root_is_stopped_while_what_is_below_it_is_killed(monkeypatch: pytes
 def test_kill_tree_ends_processes_that_block_every_signal_or_are_stopped(pipe: Pipe) -> None:
     def stubborn() -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-        pipe.tell("ready")
+        pipe.write("ready")
         wait_for_ever()
 
     def stopped() -> None:
-        pipe.tell("ready")
+        pipe.write("ready")
         os.kill(os.getpid(), signal.SIGSTOP)
 
     pid = start_worker(lambda: fork(stubborn), lambda: fork(stopped))
-    pipe.hear(2)
+    pipe.read_words(2)
     os.close(pipe.write_fd)
     assert kill_tree(pid)
     assert pipe.all_dead()
     assert reap(pid) == -signal.SIGKILL
 
 
-def test_kill_tree_of_a_root_that_is_no_subreaper_catches_its_grandchildren(pipe: Pipe) -> None:
+def test_kill_tree_finds_grandchildren_of_a_root_that_is_not_a_subreaper(pipe: Pipe) -> None:
     def work() -> None:
-        fork(os.setsid, lambda: fork(os.setsid, lambda: pipe.tell("deep"), wait_for_ever), wait_for_ever)
+        fork(os.setsid, lambda: fork(os.setsid, lambda: pipe.write("deep"), wait_for_ever), wait_for_ever)
 
     pid = fork(work, wait_for_ever)
-    pipe.hear(1)
+    pipe.read_words(1)
     os.close(pipe.write_fd)
     assert kill_tree(pid)
     assert pipe.all_dead()
     assert reap(pid) == -signal.SIGKILL
 
 
-def test_kill_tree_of_a_process_that_is_gone_is_true() -> None:
+def test_kill_tree_of_a_process_that_has_exited_returns_true() -> None:
     pid = fork(lambda: None)
     reap(pid)
     assert kill_tree(pid)
 
 
 @pytest.mark.parametrize("pid", [-1, 0, 1])
-def test_nobody_can_ask_to_kill_everything(pid: int) -> None:
+def test_pids_that_mean_every_process_are_refused(pid: int) -> None:
     with pytest.raises(ForqError):
         kill_tree(pid)
     with pytest.raises(ForqError):
         kill_descendants(pid)
 
 
-def test_a_process_does_not_kill_its_own_tree() -> None:
+def test_a_process_cannot_kill_its_own_tree() -> None:
     with pytest.raises(ForqError):
         kill_tree(os.getpid())
 
 
-def test_kill_descendants_leaves_the_root_the_spared_and_what_is_below_them(pipe: Pipe) -> None:
+def test_kill_descendants_leaves_the_root_and_the_spared_subtrees(pipe: Pipe) -> None:
     spared_family = Pipe()
 
     def work() -> None:
         def spared() -> None:
-            fork(lambda: os.close(pipe.write_fd), lambda: spared_family.tell("below"), wait_for_ever)
+            fork(lambda: os.close(pipe.write_fd), lambda: spared_family.write("below"), wait_for_ever)
             os.close(pipe.write_fd)
-            spared_family.tell(f"spared {os.getpid()}")
+            spared_family.write(f"spared {os.getpid()}")
             wait_for_ever()
 
         fork(spared)
-        fork(lambda: os.close(spared_family.write_fd), lambda: pipe.tell("victim"), wait_for_ever)
-        daemonise(lambda: os.close(spared_family.write_fd), lambda: pipe.tell("daemon"), wait_for_ever)
+        fork(lambda: os.close(spared_family.write_fd), lambda: pipe.write("victim"), wait_for_ever)
+        daemonise(lambda: os.close(spared_family.write_fd), lambda: pipe.write("daemon"), wait_for_ever)
         os.close(pipe.write_fd)
 
     root = start_worker(work)
-    pipe.hear(2)
-    words = spared_family.hear(2)
+    pipe.read_words(2)
+    words = spared_family.read_words(2)
     spared_pid = int(words[words.index("spared") + 1])
     os.close(pipe.write_fd)
     os.close(spared_family.write_fd)
@@ -289,13 +289,13 @@ def test_kill_descendants_leaves_the_root_the_spared_and_what_is_below_them(pipe
     os.close(spared_family.read_fd)
 
 
-def test_a_worker_can_kill_its_own_descendants_and_live(pipe: Pipe) -> None:
+def test_a_worker_can_kill_its_own_descendants_and_survive(pipe: Pipe) -> None:
     def work() -> None:
         become_subreaper()
-        fork(lambda: pipe.tell("child"), wait_for_ever)
+        fork(lambda: pipe.write("child"), wait_for_ever)
         daemonise(lambda: run_chain(pipe))
         os.close(pipe.write_fd)
-        pipe.hear(2)
+        pipe.read_words(2)
         assert kill_descendants(os.getpid())
         assert pipe.all_dead()
 
@@ -305,7 +305,7 @@ def test_a_worker_can_kill_its_own_descendants_and_live(pipe: Pipe) -> None:
 
 
 def kill_orphans(registered: set[int]) -> OrphanReport:
-    """As a supervisor does it: what has ended is reaped."""
+    """Kills and reaps orphans as a supervisor does."""
     own = ChildPids()
     for pid in registered:
         own.add(pid)
@@ -315,16 +315,16 @@ def kill_orphans(registered: set[int]) -> OrphanReport:
     return report
 
 
-def test_kill_orphans_kills_and_reaps_only_what_is_not_registered() -> None:
+def test_kill_orphans_kills_and_reaps_only_unregistered_processes() -> None:
     def body() -> None:
         orphans, mine = Pipe(), Pipe()
         registered = fork(
-            lambda: os.close(orphans.write_fd), lambda: fork(wait_for_ever), lambda: mine.tell("up"), wait_for_ever
+            lambda: os.close(orphans.write_fd), lambda: fork(wait_for_ever), lambda: mine.write("up"), wait_for_ever
         )
-        daemonise(lambda: os.close(mine.write_fd), lambda: orphans.tell(f"{os.getpid()}"), wait_for_ever)
+        daemonise(lambda: os.close(mine.write_fd), lambda: orphans.write(f"{os.getpid()}"), wait_for_ever)
         daemonise(lambda: os.close(mine.write_fd), lambda: run_chain(orphans))
-        mine.hear(1)
-        orphan = next(int(word) for word in orphans.hear(2) if word != "chain")
+        mine.read_words(1)
+        orphan = next(int(word) for word in orphans.read_words(2) if word != "chain")
         os.close(orphans.write_fd)
         assert orphan in kill_orphans({registered}).killed
         assert orphans.all_dead()
@@ -339,11 +339,11 @@ def test_kill_orphans_kills_and_reaps_only_what_is_not_registered() -> None:
     in_a_subreaper(body)
 
 
-def test_orphans_of_a_killed_worker_come_to_the_supervisor_and_end_there() -> None:
+def test_orphans_of_a_killed_worker_are_adopted_and_killed_by_the_supervisor() -> None:
     def body() -> None:
         pipe = Pipe()
-        worker = start_worker(lambda: daemonise(lambda: pipe.tell("daemon"), wait_for_ever))
-        pipe.hear(1)
+        worker = start_worker(lambda: daemonise(lambda: pipe.write("daemon"), wait_for_ever))
+        pipe.read_words(1)
         os.close(pipe.write_fd)
         os.kill(worker, signal.SIGKILL)
         assert reap(worker) == -signal.SIGKILL
@@ -355,8 +355,8 @@ def test_orphans_of_a_killed_worker_come_to_the_supervisor_and_end_there() -> No
 
 
 def test_children_are_found_without_the_children_files(monkeypatch: pytest.MonkeyPatch, pipe: Pipe) -> None:
-    pid = start_worker(lambda: fork(lambda: pipe.tell("child"), wait_for_ever))
-    pipe.hear(1)
+    pid = start_worker(lambda: fork(lambda: pipe.write("child"), wait_for_ever))
+    pipe.read_words(1)
     with_files = (children_of(pid), descendants_of(pid))
     monkeypatch.setattr(treekill, "_children_files", False)
     assert len(with_files[0]) == 1
@@ -367,7 +367,7 @@ def test_children_are_found_without_the_children_files(monkeypatch: pytest.Monke
     reap(pid)
 
 
-def test_a_zombie_is_there_but_not_alive() -> None:
+def test_a_zombie_exists_but_is_not_alive() -> None:
     pid = fork(lambda: None)
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     process = read_stat(pid)
@@ -379,26 +379,26 @@ def test_a_zombie_is_there_but_not_alive() -> None:
 
 def test_the_parent_death_signal_ends_a_child_with_its_parent(pipe: Pipe) -> None:
     def parent() -> None:
-        fork(lambda: set_parent_death_signal(signal.SIGKILL), lambda: pipe.tell("child"), wait_for_ever)
+        fork(lambda: set_parent_death_signal(signal.SIGKILL), lambda: pipe.write("child"), wait_for_ever)
         wait_for_ever()
 
     pid = fork(parent)
-    pipe.hear(1)
+    pipe.read_words(1)
     os.close(pipe.write_fd)
     os.kill(pid, signal.SIGKILL)
     assert reap(pid) == -signal.SIGKILL
     assert pipe.all_dead()
 
 
-def test_a_process_that_may_not_be_signalled_is_a_survivor_and_nobody_waits_for_it(
+def test_a_process_that_may_not_be_signalled_is_a_survivor_and_is_not_waited_for(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def body() -> None:
         pipe = Pipe()
-        # Two orphans: one may be killed, the other is another user's, as far as the kernel says.
+        # Two orphans: one can be killed, the other seems to belong to another user.
         for word in ("mine", "foreign"):
-            daemonise(lambda word=word: pipe.tell(f"{word} {os.getpid()}"), wait_for_ever)  # type: ignore[misc]
-        words = pipe.hear(2)
+            daemonise(lambda word=word: pipe.write(f"{word} {os.getpid()}"), wait_for_ever)  # type: ignore[misc]
+        words = pipe.read_words(2)
         mine, foreign = (int(words[words.index(word) + 1]) for word in ("mine", "foreign"))
         send, killpg = signal.pidfd_send_signal, os.killpg
 

@@ -26,7 +26,7 @@ def test_a_file_is_synced_when_it_has_grown_or_was_replaced_and_only_then(tmp_pa
     file.unlink()
     assert sync.sync() == [other.name]
     os.replace(_copy(other), other)
-    assert sync.sync() == [other.name], "another file of that name"
+    assert sync.sync() == [other.name], "a new file with the same name"
 
 
 def test_a_failed_sync_is_logged_once_a_minute_and_tried_again(

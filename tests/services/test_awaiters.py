@@ -1,4 +1,4 @@
-"""Awaiters of the clerk: the real class and a real server, with a fake clock and a loop that the test drives."""
+"""The clerk's awaiters on a real server. The test drives the loop and a fake clock."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -20,7 +20,7 @@ PREFIX = "forq:"
 
 
 class AwaiterRig:
-    """The clerk's loop, a step at a time; `clock` is added to the real time."""
+    """Runs the clerk's loop step by step; `clock` seconds are added to the real time."""
 
     def __init__(self, url: str) -> None:
         self.clock = 0.0
@@ -34,8 +34,8 @@ class AwaiterRig:
     def now(self) -> float:
         return time.monotonic() + self.clock
 
-    def ask(self, awaiter: str, wait: float | None = 60.0, **more: Any) -> Any:
-        """What the verb answers at once; else the answer will be in `answers`."""
+    def request(self, awaiter: str, wait: float | None = 60.0, **more: Any) -> Any:
+        """Returns the immediate reply, or a PendingReply whose value is later stored in `answers`."""
         until = None if wait is None else self.now() + wait
         params = {"name": "q", "awaiter": awaiter, "id": None, "mode": "on_request", "until": until, "lease_ms": None}
         answer = self.awaiters.wait_for_item(params | more)
@@ -44,7 +44,7 @@ class AwaiterRig:
         return answer
 
     def step(self, patience_seconds: float = 0.02) -> float | None:
-        """As the clerk's loop does it; how long nothing is due then."""
+        """Runs one pass of the clerk's loop; returns the seconds until something is due."""
         planned = self.awaiters.tick()
         self._loop.tick(patience_seconds if planned is None else min(patience_seconds, planned))
         return self.awaiters.tick()
@@ -70,9 +70,9 @@ def rig(redis_url: str) -> Iterator[AwaiterRig]:
 
 
 @pytest.mark.spec("N21")
-def test_what_is_there_is_answered_at_once(rig: AwaiterRig) -> None:
+def test_an_available_item_is_returned_at_once(rig: AwaiterRig) -> None:
     job_id = rig.queue.enqueue({"n": 1}, identifier="one")
-    answer = rig.ask("w")
+    answer = rig.request("w")
     assert {key: answer[key] for key in ("id", "identifier", "data", "awaiter", "lease_seconds")} == {
         "id": job_id,
         "identifier": "one",
@@ -84,33 +84,33 @@ def test_what_is_there_is_answered_at_once(rig: AwaiterRig) -> None:
 
 
 @pytest.mark.spec("N21")
-def test_one_who_waits_is_answered_when_there_is_an_item_and_nobody_else_is(rig: AwaiterRig) -> None:
-    assert isinstance(rig.ask("first"), PendingReply)
-    assert isinstance(rig.ask("second"), PendingReply)
+def test_a_new_item_is_sent_to_one_awaiter_only(rig: AwaiterRig) -> None:
+    assert isinstance(rig.request("first"), PendingReply)
+    assert isinstance(rig.request("second"), PendingReply)
     rig.queue.enqueue(1, id="a")
     answer = rig.until(lambda: rig.answers)
     assert [(name, item["id"]) for name, item in answer.items()] == [("first", "a")]
     assert len(rig.awaiters) == 1
 
 
-def test_two_thousand_await_their_own_items_through_one_clerk(rig: AwaiterRig) -> None:
+def test_one_clerk_serves_two_thousand_awaiters_of_different_items(rig: AwaiterRig) -> None:
     for number in range(2000):
-        assert isinstance(rig.ask(f"w{number}", id=f"item{number}"), PendingReply)
+        assert isinstance(rig.request(f"w{number}", id=f"item{number}"), PendingReply)
     rig.queue.enqueue_jobs([_named(f"item{number}") for number in range(2000)])
     rig.until(lambda: len(rig.answers) == 2000)
     assert all(item["id"] == f"item{name[1:]}" for name, item in _items(rig).items())
     assert rig.registered() == set()
 
 
-def test_one_who_does_not_wait_gets_what_is_there_or_nothing(rig: AwaiterRig) -> None:
-    assert rig.ask("w", wait=0) is None
+def test_a_request_without_waiting_returns_an_item_or_nothing(rig: AwaiterRig) -> None:
+    assert rig.request("w", wait=0) is None
     assert rig.registered() == set()
     rig.queue.enqueue(1, id="a")
-    assert rig.ask("w2", wait=0, lease_ms=500)["lease_seconds"] == 0.5
+    assert rig.request("w2", wait=0, lease_ms=500)["lease_seconds"] == 0.5
 
 
-def test_when_time_is_up_the_awaiter_is_forgotten_and_gets_nothing(rig: AwaiterRig) -> None:
-    rig.ask("w", wait=30)
+def test_an_awaiter_that_times_out_gets_nothing_and_is_unregistered(rig: AwaiterRig) -> None:
+    rig.request("w", wait=30)
     assert rig.registered() == {"w"}
     rig.clock += 31
     rig.until(lambda: rig.answers == {"w": None})
@@ -119,8 +119,8 @@ def test_when_time_is_up_the_awaiter_is_forgotten_and_gets_nothing(rig: AwaiterR
     assert rig.queue.job("a")["state"] == "waiting"
 
 
-def test_a_registration_is_renewed_in_half_the_time_that_it_is_valid(rig: AwaiterRig) -> None:
-    rig.ask("w", wait=None)
+def test_a_registration_is_renewed_after_half_its_lifetime(rig: AwaiterRig) -> None:
+    rig.request("w", wait=None)
     patience_seconds = rig.awaiters.tick()
     assert patience_seconds is not None
     expires_ms = int(rig.link.call("HGET", "forq:queue:{q}:awaiters", "w").split()[0])
@@ -133,20 +133,20 @@ def test_a_registration_is_renewed_in_half_the_time_that_it_is_valid(rig: Awaite
     assert again_seconds * 1000 == pytest.approx(left_ms / 2, abs=200)
 
 
-def test_one_that_leaves_is_answered_with_nothing_and_its_item_goes_back(rig: AwaiterRig) -> None:
-    rig.ask("w")
+def test_an_awaiter_that_leaves_gets_nothing_and_its_item_goes_back(rig: AwaiterRig) -> None:
+    rig.request("w")
     rig.queue.enqueue(1, id="a")
     held = rig.until(lambda: rig.answers.get("w"))
     assert (held["id"], rig.queue.job("a")["state"]) == ("a", "active")
     rig.awaiters.leave({"name": "q", "awaiter": "w"})
     assert rig.queue.job("a")["state"] == "waiting"
-    rig.ask("other", id="none")
+    rig.request("other", id="none")
     rig.awaiters.leave({"name": "q", "awaiter": "other"})
     assert (rig.answers["other"], rig.registered(), len(rig.awaiters)) == (None, set(), 0)
 
 
-def test_what_was_published_while_nobody_heard_it_is_found_after_a_reconnect(rig: AwaiterRig) -> None:
-    rig.ask("w", wait=None)
+def test_messages_lost_during_a_disconnect_are_made_up_for_after_a_reconnect(rig: AwaiterRig) -> None:
+    rig.request("w", wait=None)
     numbers = [
         line.split(b"id=")[1].split()[0]
         for line in rig.link.call("CLIENT", "LIST").splitlines()
@@ -155,17 +155,17 @@ def test_what_was_published_while_nobody_heard_it_is_found_after_a_reconnect(rig
     assert len(numbers) == 1
     assert rig.link.call("CLIENT", "KILL", "ID", numbers[0]) == 1
     rig.queue.enqueue(1, id="a")
-    # Its next renewal would come later.
+    # The next renewal is due later than this.
     assert rig.until(lambda: rig.answers, seconds=3)["w"]["id"] == "a"
 
 
-def test_awaiters_wait_on_while_redis_is_away(server: Server, rig: AwaiterRig) -> None:
-    rig.ask("w", wait=None)
-    rig.ask("short", wait=1.0)
+def test_awaiters_keep_waiting_while_redis_is_down(server: Server, rig: AwaiterRig) -> None:
+    rig.request("w", wait=None)
+    rig.request("short", wait=1.0)
     server.stop()
     with pytest.raises(RedisUnavailable):
-        rig.ask("impatient", wait=0)
-    assert isinstance(rig.ask("late", wait=None), PendingReply)
+        rig.request("impatient", wait=0)
+    assert isinstance(rig.request("late", wait=None), PendingReply)
     rig.until(lambda: rig.answers == {"short": None})
     server.start()
     queue = rig.client.create_queue("q", mode="on_request")
@@ -174,11 +174,11 @@ def test_awaiters_wait_on_while_redis_is_away(server: Server, rig: AwaiterRig) -
     assert sorted(item["id"] for name, item in _items(rig).items() if name != "short") == ["a", "b"]
 
 
-def test_one_failure_is_enough_to_know_that_redis_is_away(
+def test_one_failed_call_stops_the_calls_of_all_awaiters_while_redis_is_down(
     server: Server, rig: AwaiterRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for number in range(50):
-        rig.ask(f"w{number}", wait=None)
+        rig.request(f"w{number}", wait=None)
     server.stop()
     calls: list[object] = []
 
@@ -195,25 +195,25 @@ def test_one_failure_is_enough_to_know_that_redis_is_away(
     assert len(rig.awaiters) == 50
 
 
-def test_a_queue_of_another_mode_or_none_at_all_is_an_error(rig: AwaiterRig) -> None:
+def test_a_missing_queue_or_a_queue_of_another_mode_is_an_error(rig: AwaiterRig) -> None:
     rig.client.create_queue("works")
     for name, error in (("works", WrongMode), ("none", UnknownQueue)):
         with pytest.raises(error):
-            rig.ask("w", name=name)
+            rig.request("w", name=name)
     assert len(rig.awaiters) == 0
 
 
-def test_one_whose_queue_is_deleted_meanwhile_is_told_so(rig: AwaiterRig) -> None:
-    rig.ask("w", wait=None)
+def test_an_awaiter_of_a_deleted_queue_gets_an_error(rig: AwaiterRig) -> None:
+    rig.request("w", wait=None)
     rig.link.call("DEL", "forq:queue:{q}:options")
     rig.clock += 6
     answer = rig.until(lambda: rig.answers.get("w"))
     assert isinstance(answer, UnknownQueue)
 
 
-def test_a_fault_of_one_is_not_the_fault_of_all(rig: AwaiterRig, monkeypatch: pytest.MonkeyPatch) -> None:
-    rig.ask("broken", id="a")
-    rig.ask("fine", id="b")
+def test_an_error_of_one_awaiter_does_not_affect_the_others(rig: AwaiterRig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.request("broken", id="a")
+    rig.request("fine", id="b")
     broken = rig.awaiters._awaiters["broken"]
     monkeypatch.setattr(broken.leases, "request", lambda *_, **__: 1 / 0)
     rig.queue.enqueue(1, id="a")

@@ -1,4 +1,4 @@
-"""The clerk's answers, without a supervisor around it."""
+"""The clerk's verbs, called without a supervisor."""
 
 import json
 import os
@@ -40,7 +40,7 @@ def test_push_returns_the_id_and_job_shows_it(clerk: Clerk) -> None:
     assert (job["state"], job["data"], job["identifier"], job["priority"]) == ("waiting", {"n": 1}, "one", 5)
 
 
-def test_job_and_why_of_a_job_that_is_gone_say_what_became_of_it(clerk: Clerk) -> None:
+def test_job_and_why_explain_what_happened_to_a_job_that_is_gone(clerk: Clerk) -> None:
     clerk.push({"name": "q", "data": 1, "id": "a"})
     clerk.cancel({"name": "q", "id": "a"})
     for verb in (clerk.job, clerk.why):
@@ -50,12 +50,12 @@ def test_job_and_why_of_a_job_that_is_gone_say_what_became_of_it(clerk: Clerk) -
             verb({"name": "q", "id": "b"})
 
 
-def test_a_job_that_comes_while_the_journal_is_read_is_shown(clerk: Clerk, monkeypatch: pytest.MonkeyPatch) -> None:
-    def come_meanwhile(*args: Any) -> UnknownJob:
+def test_a_job_enqueued_while_the_journal_is_read_is_shown(clerk: Clerk, monkeypatch: pytest.MonkeyPatch) -> None:
+    def enqueue_meanwhile(*args: Any) -> UnknownJob:
         clerk.push({"name": "q", "data": 1, "id": "a"})
         return unknown_job(*args)
 
-    monkeypatch.setattr("forq.services.clerk.unknown_job", come_meanwhile)
+    monkeypatch.setattr("forq.services.clerk.unknown_job", enqueue_meanwhile)
     job: Any = clerk.job({"name": "q", "id": "a"})
     assert job["state"] == "waiting"
 
@@ -71,7 +71,7 @@ def test_a_job_that_comes_while_the_journal_is_read_is_shown(clerk: Clerk, monke
         ({"data": 1}, UsageError),
     ],
 )
-def test_a_wrong_push_is_refused_and_stores_nothing(
+def test_an_invalid_push_is_refused_and_stores_nothing(
     clerk: Clerk, params: dict[str, Any], error: type[ForqError]
 ) -> None:
     with pytest.raises(error):
@@ -80,14 +80,14 @@ def test_a_wrong_push_is_refused_and_stores_nothing(
     assert counts["q"]["waiting"] == 0
 
 
-def test_one_wrong_job_in_a_list_stores_none_of_them(clerk: Clerk) -> None:
+def test_one_invalid_job_in_a_list_stores_none_of_them(clerk: Clerk) -> None:
     with pytest.raises(UsageError):
         clerk.push_many({"name": "q", "jobs": [{"data": 1}, {"date": 2}]})
     counts: Any = clerk.counts({"names": ["q", "gone"]})
     assert (counts["q"]["waiting"], counts["gone"]) == (0, None)
 
 
-def test_delete_writes_what_it_drops_in_slices_until_nothing_is_left(clerk: Clerk, tmp_path: Path) -> None:
+def test_delete_writes_dropped_jobs_to_the_failed_log(clerk: Clerk, tmp_path: Path) -> None:
     clerk.push({"name": "q", "data": "kept", "id": "a"})
     assert clerk.delete({"name": "q", "force": True}) == {"dropped": 1}
     assert clerk.purge({"name": "q"}) == {"more": False}
@@ -95,7 +95,7 @@ def test_delete_writes_what_it_drops_in_slices_until_nothing_is_left(clerk: Cler
     assert [(line["id"], line["data"], line["cause"]) for line in map(json.loads, lines)] == [("a", "kept", "deleted")]
 
 
-def test_memory_of_processes_that_are_gone_is_left_out(clerk: Clerk) -> None:
+def test_memory_skips_processes_that_have_exited(clerk: Clerk) -> None:
     memory: Any = clerk.memory({"pids": [os.getpid(), 2**22 - 1]})
     assert list(memory) == [str(os.getpid())]
     assert memory[str(os.getpid())] > 1_000_000
@@ -118,7 +118,7 @@ def test_dead_jobs_are_listed_shown_retried_and_discarded(clerk: Clerk, redis_ur
             verbs["dead.discard"](params)
 
 
-def test_recover_tells_what_was_stored_before_and_what_was_left(clerk: Clerk) -> None:
+def test_recover_reports_jobs_already_stored_and_jobs_left_out(clerk: Clerk) -> None:
     jobs = [{"data": n, "id": job_id, "token": str(n)} for n, job_id in enumerate("aba")]
     assert clerk.recover({"name": "q", "jobs": jobs}) == {"recovered": 2, "known": 0, "left": [2]}
     clerk.cancel({"name": "q", "id": "b"})
@@ -129,7 +129,7 @@ def test_recover_tells_what_was_stored_before_and_what_was_left(clerk: Clerk) ->
         clerk.recover({"name": "q", "jobs": {}})
 
 
-def test_a_verb_that_breaks_is_answered_and_the_desk_goes_on() -> None:
+def test_a_verb_that_raises_gets_an_error_reply_and_the_server_continues() -> None:
     ours, theirs = socket.socketpair()
 
     def broken(params: dict[str, Any]) -> object:

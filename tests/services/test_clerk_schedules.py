@@ -1,4 +1,4 @@
-"""The clerk's answers about schedules, without a supervisor around it."""
+"""The clerk's schedule verbs, called without a supervisor."""
 
 from itertools import pairwise
 from pathlib import Path
@@ -68,7 +68,7 @@ def test_invalid_requests_are_refused(clerk: Clerk, verb: str, params: dict[str,
         clerk.verbs()[verb](params)
 
 
-def test_one_of_a_zone_that_is_unknown_here_is_shown_and_can_be_ended(clerk: Clerk) -> None:
+def test_a_schedule_with_an_unknown_time_zone_is_shown_and_can_be_ended(clerk: Clerk) -> None:
     definition = '{"cron":"* * * * *","zone":"Moon/Crater"}\n{"catch_up":"once","origin":"user"}\n1'
     clerk._link.call("HSET", "forq:queue:{q}:schedules", "k", definition)
     shown: Any = clerk.schedules({"name": "q", "key": "k"})
@@ -77,8 +77,8 @@ def test_one_of_a_zone_that_is_unknown_here_is_shown_and_can_be_ended(clerk: Cle
     assert keys(clerk) == []
 
 
-def test_a_queue_is_opened_with_the_schedules_of_its_config_file(clerk: Clerk) -> None:
-    """Each time anew; a queue that no file defines keeps what it has."""
+def test_opening_a_queue_sets_the_schedules_of_its_config_file(clerk: Clerk) -> None:
+    """On every open. A queue without a config file keeps its schedules."""
     clerk.schedule({"name": "q", "key": "mine", "every": "1h"})
     first: Any = clerk.create({"name": "q", **QUEUE, "schedules": {"a": {"every": "5m"}, "b": {"cron": "0 0 * * *"}}})
     assert first["unscheduled"] == []

@@ -1,4 +1,4 @@
-"""Health is judged from a snapshot: what is a fault, and what only looks like one."""
+"""Health checks on a snapshot: which states are faults, and which only look like one."""
 
 from dataclasses import replace
 from typing import Any
@@ -22,7 +22,7 @@ def limited(may_begin: int, workers: int) -> Counts:
 def snapshot(
     counts: Counts | None = None, activity: Activity | None = None, last_ns: int = 0, capacity: Any = (), **queue: Any
 ) -> Snapshot:
-    """A queue with a job that has waited for 100 s, and nothing that would excuse it."""
+    """A queue with a job that has waited for 100 s for no valid reason."""
     stuck = queue_counts(waiting=3, oldest_waiting_seconds=100.0)
     return make_snapshot(
         [queue_status("q", **queue)],
@@ -37,7 +37,7 @@ def checks(seen: Snapshot) -> list[tuple[str, str | None]]:
     return [(fault.check, fault.queue) for fault in faults_in(seen, HEALTH_SECONDS)]
 
 
-def test_jobs_that_wait_while_nothing_begins_or_ends_are_a_fault() -> None:
+def test_waiting_jobs_without_any_activity_are_a_fault() -> None:
     assert checks(snapshot()) == [("stuck", "q")]
     (fault,) = faults_in(snapshot(), HEALTH_SECONDS)
     assert fault.describe() == {
@@ -47,7 +47,7 @@ def test_jobs_that_wait_while_nothing_begins_or_ends_are_a_fault() -> None:
     }
 
 
-def test_a_queue_that_has_never_begun_anything_is_stuck_too() -> None:
+def test_a_queue_that_has_never_started_a_job_is_stuck_too() -> None:
     assert checks(snapshot(activity=Activity())) == [("stuck", "q")]
 
 
@@ -79,7 +79,7 @@ def test_a_queue_that_has_never_begun_anything_is_stuck_too() -> None:
         {"main": "starting", "uptime_seconds": 59.0},
     ],
 )
-def test_what_excuses_a_queue(excuse: dict[str, Any]) -> None:
+def test_a_queue_with_a_valid_reason_to_wait_is_healthy(excuse: dict[str, Any]) -> None:
     assert checks(snapshot(**excuse)) == []
 
 
@@ -100,7 +100,7 @@ def test_what_excuses_a_queue(excuse: dict[str, Any]) -> None:
         {"main": "starting", "uptime_seconds": 61.0},
     ],
 )
-def test_what_does_not_excuse_it(no_excuse: dict[str, Any]) -> None:
+def test_a_queue_without_a_valid_reason_to_wait_is_stuck(no_excuse: dict[str, Any]) -> None:
     assert checks(snapshot(**no_excuse)) == [("stuck", "q")]
 
 
@@ -109,7 +109,7 @@ def test_a_queue_that_is_not_served_is_a_fault(state: str) -> None:
     assert checks(snapshot(state=state, pid=None)) == [("state", "q")]
 
 
-def test_a_queue_whose_processes_end_in_order_is_not_judged() -> None:
+def test_a_queue_that_is_shutting_down_is_not_checked() -> None:
     assert checks(snapshot(state="stopped", main="stopping")) == []
 
 
@@ -118,16 +118,16 @@ def test_a_running_queue_without_a_main_process_is_a_fault() -> None:
     assert checks(snapshot(main="backoff")) == [("process", "q")]
 
 
-def test_a_supervisor_or_redis_that_does_not_answer_is_a_fault() -> None:
+def test_an_unreachable_supervisor_or_redis_is_a_fault() -> None:
     assert checks(replace(snapshot(), status=None, status_error="no answer")) == [("supervisor", None)]
     assert checks(replace(snapshot(), round_trip_seconds=None, counts={})) == [("redis", None)]
 
 
-def test_a_queue_whose_import_takes_for_ever_is_stuck_once_its_jobs_have_waited() -> None:
+def test_a_queue_that_never_finishes_importing_is_stuck_once_its_jobs_have_waited() -> None:
     assert checks(snapshot(state="starting", main="starting", uptime_seconds=100.0)) == [("stuck", "q")]
 
 
-def test_a_queue_that_ends_in_order_and_a_failed_log_that_cannot_be_written_are_faults_of_a_check_only() -> None:
+def test_a_stopped_queue_and_an_unwritable_failed_log_are_faults_only_for_the_check_command() -> None:
     seen = snapshot(state="stopped")
     assert seen.status is not None
     seen.status["supervisor"]["failed_log"] = {"ok": False, "errors": {"q": "no space"}}

@@ -1,4 +1,4 @@
-"""The end of a leash, as services see it: end of file, or a reset if the supervisor died with something unread."""
+"""How services handle the end of their leash: end of file, or a reset if the supervisor died with unread data."""
 
 import os
 import select
@@ -27,7 +27,7 @@ signal.pause()
 
 @pytest.fixture
 def stuck() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that is called like a queue's child, and does not end by itself."""
+    """A process with the title of a queue's child that never exits."""
     with subprocess.Popen([sys.executable, "-c", STUCK], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"there\n"
@@ -35,7 +35,7 @@ def stuck() -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
-def test_a_reset_is_the_end_of_the_leash() -> None:
+def test_a_connection_reset_ends_the_leash() -> None:
     ours, theirs = socket.socketpair()
     loop = service_loop()
     RpcServer(loop, theirs, {}).notify("something", nobody="reads it")
@@ -43,7 +43,7 @@ def test_a_reset_is_the_end_of_the_leash() -> None:
     loop.run()
 
 
-def test_a_service_outlives_a_word_to_a_supervisor_that_is_gone() -> None:
+def test_a_service_survives_a_send_to_a_dead_supervisor() -> None:
     ours, theirs = socket.socketpair()
     loop = service_loop()
     rpc = RpcServer(loop, theirs, {})
@@ -52,9 +52,7 @@ def test_a_service_outlives_a_word_to_a_supervisor_that_is_gone() -> None:
     loop.run()
 
 
-def test_pulse_kills_stuck_children_also_when_its_leash_is_reset(
-    redis_url: str, stuck: subprocess.Popen[bytes]
-) -> None:
+def test_pulse_kills_stuck_children_when_its_leash_is_reset(redis_url: str, stuck: subprocess.Popen[bytes]) -> None:
     ours, theirs = socket.socketpair()
     board = Scoreboard.create()
     slot = board.slot(board.take())
@@ -70,7 +68,7 @@ def test_pulse_kills_stuck_children_also_when_its_leash_is_reset(
     )
     running = threading.Thread(target=Pulse(given, theirs).run)
     running.start()
-    # It has said that Redis is there, and nobody has read it.
+    # Pulse has sent that Redis is up; nobody has read it.
     assert select.select([ours], [], [], 20)[0]
     ours.close()
     assert stuck.wait(20) == -9
@@ -78,7 +76,7 @@ def test_pulse_kills_stuck_children_also_when_its_leash_is_reset(
     assert not running.is_alive()
 
 
-def test_what_a_service_does_at_the_end_comes_before_timers_that_are_due() -> None:
+def test_shutdown_work_runs_before_timers_that_are_due() -> None:
     ours, theirs = socket.socketpair()
     loop, order = service_loop(), list[str]()
     RpcServer(loop, theirs, {}, lambda: order.append("end"))

@@ -1,4 +1,4 @@
-"""The line about an attempt that ended with its process: in the queue's log, else in our own."""
+"""The log line about an attempt that was lost with its process: in the queue's log, otherwise in the service's log."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ def fifo(tmp_path: Path) -> Iterator[int]:
     os.close(fd)
 
 
-def told(fifo: int) -> Line:
+def read_line(fifo: int) -> Line:
     line = unpack(os.read(fifo, 65536).removeprefix(MARK).rstrip(b"\n"))
     assert isinstance(line, Line)
     return line
@@ -55,30 +55,30 @@ def told(fifo: int) -> Line:
         ),
     ],
 )
-def test_the_line_is_in_the_queue_s_log(
+def test_a_lost_attempt_is_written_to_the_queue_log(
     fifo: int, tmp_path: Path, caplog: pytest.LogCaptureFixture, outcome: Outcome, fate: Fate, level: str, text: str
 ) -> None:
     caplog.set_level(logging.INFO)
     log_lost_attempt(str(tmp_path), "q", "a b", fate, outcome=outcome, cause="signal_9_(SIGKILL)", micros=1_500_000)
-    line = told(fifo)
+    line = read_line(fifo)
     assert (line.level, line.job, line.logger, line.stream, line.text) == (level, "a b", "forq", "log", f"job {text}")
 
 
-def test_log_level_holds_for_these_lines_too(fifo: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_log_level_applies_to_lost_attempts(fifo: int, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR)
     log_lost_attempt(str(tmp_path), "q", "a", AGAIN, outcome="stalled", cause="exit_1", micros=None)
     log_lost_attempt(str(tmp_path), "q", "b", Fate("dead", 0, 4, 4), outcome="stalled", cause="exit_1", micros=None)
-    assert told(fifo).job == "b"
+    assert read_line(fifo).job == "b"
 
 
-def test_a_fail_job_is_told_under_the_id_of_its_job(fifo: int, tmp_path: Path) -> None:
+def test_a_lost_fail_job_is_logged_with_the_id_of_the_failed_job(fifo: int, tmp_path: Path) -> None:
     log_lost_attempt(str(tmp_path), "q#fail", "a:17", AGAIN, outcome="stalled", cause="exit_1", micros=None)
-    line = told(fifo)
+    line = read_line(fifo)
     assert (line.job, line.text) == ("a", "fail handler lost with its process (exit 1): attempt 1 of 4, retry at once")
 
 
 @pytest.mark.parametrize("there", ["nothing", "full", "no reader", "unknown"])
-def test_without_its_fifo_the_line_is_in_our_own_log_and_no_fifo_is_made(
+def test_without_a_fifo_the_line_goes_to_the_service_log_and_no_fifo_is_created(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, there: str
 ) -> None:
     held = -1

@@ -1,4 +1,4 @@
-"""When the metrics process takes a snapshot, and when it takes two."""
+"""When the metrics process takes one snapshot, and when it takes two."""
 
 import pytest
 
@@ -28,8 +28,8 @@ def endpoints(monkeypatch: pytest.MonkeyPatch) -> Endpoints:
     return Endpoints(context(stats=AttemptStats(4)))
 
 
-def ask(endpoints: Endpoints, *snapshots: Snapshot) -> tuple[int, int]:
-    """The status of /healthz, and how many snapshots that took."""
+def get_health(endpoints: Endpoints, *snapshots: Snapshot) -> tuple[int, int]:
+    """Returns the status of /healthz and the number of snapshots taken."""
     scripted = Scripted(*snapshots)
     endpoints._sampler = scripted  # type: ignore[assignment]
     endpoints._taken_at = 0.0
@@ -42,18 +42,18 @@ B_AT_FAULT = make_snapshot([queue_status("a"), queue_status("b", state="flapping
 
 
 def test_a_fault_that_is_gone_in_the_second_snapshot_is_not_reported(endpoints: Endpoints) -> None:
-    assert ask(endpoints, A_AT_FAULT, FINE) == (200, 2)
+    assert get_health(endpoints, A_AT_FAULT, FINE) == (200, 2)
 
 
-def test_a_fault_that_stays_is_one_and_is_not_taken_at_twice_again(endpoints: Endpoints) -> None:
-    assert ask(endpoints, A_AT_FAULT, A_AT_FAULT) == (503, 2)
-    assert ask(endpoints, A_AT_FAULT) == (503, 1)
-    assert ask(endpoints, FINE) == (200, 1)
+def test_a_fault_that_stays_is_reported_and_not_confirmed_again(endpoints: Endpoints) -> None:
+    assert get_health(endpoints, A_AT_FAULT, A_AT_FAULT) == (503, 2)
+    assert get_health(endpoints, A_AT_FAULT) == (503, 1)
+    assert get_health(endpoints, FINE) == (200, 1)
 
 
 def test_a_fault_that_only_the_second_snapshot_shows_is_not_reported_yet(endpoints: Endpoints) -> None:
-    assert ask(endpoints, A_AT_FAULT, B_AT_FAULT) == (200, 2)
-    assert ask(endpoints, B_AT_FAULT) == (503, 2)
+    assert get_health(endpoints, A_AT_FAULT, B_AT_FAULT) == (200, 2)
+    assert get_health(endpoints, B_AT_FAULT) == (503, 2)
 
 
 def test_a_snapshot_is_reused_for_a_second(endpoints: Endpoints) -> None:

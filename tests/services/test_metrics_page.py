@@ -1,4 +1,4 @@
-"""The page for Prometheus: what is on it, in both formats, and that docs and dashboard name nothing else."""
+"""The Prometheus page in both formats. Docs, alerts and dashboard must name only exported metrics."""
 
 import json
 import re
@@ -47,7 +47,7 @@ def page(snapshot: Snapshot, accept: str = "") -> str:
     return render(snapshot, healthy=True, accept=accept)[0].decode()
 
 
-def test_figures_are_under_their_names() -> None:
+def test_values_are_exported_under_their_names() -> None:
     samples = read_samples(page(full_snapshot("a")))
     queue = ("queue", "a")
     assert samples["forq_jobs", (queue, ("state", "waiting"))] == 3
@@ -60,7 +60,7 @@ def test_figures_are_under_their_names() -> None:
     assert samples["forq_healthy", ()] == 1
 
 
-def test_buckets_are_cumulated_and_what_is_beyond_the_last_is_only_in_infinity() -> None:
+def test_buckets_are_cumulative_and_larger_values_count_only_in_infinity() -> None:
     samples = read_samples(page(full_snapshot("a")))
     buckets = {
         float(labels[0][1]): value for (name, labels), value in samples.items() if name == "forq_run_seconds_bucket"
@@ -70,7 +70,7 @@ def test_buckets_are_cumulated_and_what_is_beyond_the_last_is_only_in_infinity()
     assert samples["forq_run_seconds_count", (("queue", "a"),)] == 8
 
 
-def test_the_same_in_openmetrics() -> None:
+def test_the_page_has_the_same_values_in_openmetrics() -> None:
     body, content_type = render(full_snapshot("a"), healthy=True, accept=OPENMETRICS)
     assert content_type.startswith("application/openmetrics-text")
     assert body.endswith(b"# EOF\n")
@@ -84,7 +84,7 @@ def test_any_queue_name_is_a_label_value(name: str) -> None:
         assert named == {name}
 
 
-def test_figures_of_redis_are_left_out_while_it_is_down() -> None:
+def test_values_from_redis_are_left_out_while_it_is_down() -> None:
     snapshot = replace(full_snapshot("a"), counts={}, round_trip_seconds=None)
     samples = read_samples(page(snapshot))
     assert samples["forq_redis_up", ()] == 0
@@ -92,13 +92,13 @@ def test_figures_of_redis_are_left_out_while_it_is_down() -> None:
     assert samples["forq_run_seconds_count", (("queue", "a"),)] == 8
 
 
-def test_without_the_supervisor_the_rest_is_still_told() -> None:
+def test_without_the_supervisor_the_other_values_are_exported() -> None:
     samples = read_samples(page(replace(full_snapshot("a"), status=None)))
     assert samples["forq_supervisor_up", ()] == 0
     assert samples["forq_done_total", (("queue", "a"),)] == 5
 
 
-def test_a_paused_queue_is_shown_as_such() -> None:
+def test_a_paused_queue_is_shown_as_paused() -> None:
     snapshot = replace(full_snapshot("a"), counts={"a": queue_counts(paused=True)})
     samples = read_samples(page(snapshot))
     states = [dict(labels)["state"] for name, labels in samples if name == "forq_queue_state"]
@@ -124,7 +124,7 @@ def panels_of(dashboard: dict[str, Any]) -> list[dict[str, Any]]:
     return [each for panel in dashboard["panels"] for each in (panel, *panel.get("panels", ()))]
 
 
-def test_the_dashboard_asks_only_for_what_is_exported() -> None:
+def test_the_dashboard_uses_only_exported_metrics() -> None:
     exported = metric_names(page(full_snapshot("a")))
     dashboard = json.loads((ROOT / "etc/grafana-dashboard.json").read_text())
     expressions = [target["expr"] for panel in panels_of(dashboard) for target in panel.get("targets", ())]
@@ -137,7 +137,7 @@ def test_the_dashboard_asks_only_for_what_is_exported() -> None:
         assert named <= exported, text
 
 
-def test_the_alerts_of_the_docs_ask_only_for_what_is_exported() -> None:
+def test_the_alerts_in_the_docs_use_only_exported_metrics() -> None:
     exported = metric_names(page(full_snapshot("a")))
     rules = re.findall(r"expr: (.*)", (ROOT / "docs/guide/metrics.md").read_text())
     assert len(rules) >= 8

@@ -42,7 +42,7 @@ def beat(**changes: Any) -> Heartbeat:
 
 
 class FakeRedis:
-    """Stands for the subscription, the registry, the link and WorkerRecovery. `down`: nothing answers."""
+    """Replaces the subscription, the registry, the link and WorkerRecovery. `down`: every call fails."""
 
     processor = "p" * 16
 
@@ -50,7 +50,7 @@ class FakeRedis:
         self.down = False
         self.loses_functions = False
         self.functions_missed = 0
-        # Queue -> its heartbeat's reply; None: no reply has anything to report.
+        # Queue -> reply to its heartbeat; None: nothing to report.
         self.replies: dict[str, Heartbeat | ForqError] = {}
         self.beats: list[str] = []
         self.positions: dict[str, list[Position]] = {}
@@ -190,7 +190,7 @@ class Rig:
         return beats
 
     def take_events(self, *names: str) -> list[dict[str, Any]]:
-        """Those of these names, or all; forgets all."""
+        """Returns the events with these names, or all, and clears the list."""
         events, self.events = self.events, []
         return [event for event in events if not names or event["event"] in names]
 
@@ -207,7 +207,7 @@ class Rig:
         return slot
 
     def run_job(self, slot: Slot, turn: int, index: int = 0, *, running: bool = True) -> None:
-        """It starts now."""
+        """Marks the job as started now."""
         slot.turn = turn
         slot.position = pack_position(int(self.now * 1e9), turn, index, running)
 
@@ -263,7 +263,7 @@ def test_each_change_of_redis_is_reported_once(rig: Rig) -> None:
     assert rig.take_events("redis") == [{"event": "redis", "ok": True, "error": None}]
 
 
-def test_a_redis_that_is_just_being_started_is_not_reported_as_down(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_starting_redis_is_not_reported_as_down(monkeypatch: pytest.MonkeyPatch) -> None:
     rig = Rig(monkeypatch, down=True)
     assert rig.take_events("redis") == []
     rig.advance(1.0)
@@ -348,7 +348,7 @@ def test_a_child_that_reports_an_eviction_causes_a_heartbeat_at_once(rig: Rig) -
     assert rig.take_beats() == ["q"]
 
 
-def test_recovery_passes_on_what_is_known_of_the_worker_and_its_job(rig: Rig) -> None:
+def test_recovery_passes_on_what_is_known_about_the_worker_and_its_job(rig: Rig) -> None:
     assert rig.request("recover", **RECOVERY) == {}
     how = {name: RECOVERY[name] for name in ("outcome", "cause", "micros", "stack", "peak_bytes")}
     assert rig.redis.recovered == [("q", Position("w", 1, 0, True), how)]
@@ -393,7 +393,7 @@ def test_after_the_recovery_of_running_jobs_one_heartbeat_counts_the_suspects(ri
     assert (rig.take_beats(), rig.take_events()) == (["q"], [{"event": "suspects", "queue": "q", "waiting": 3}])
     rig.pulse._recover(RECOVERY | {"running": False})
     rig.advance(0.01)
-    assert rig.take_beats() == [], "nothing was running there"
+    assert rig.take_beats() == [], "nothing was running in this process"
     rig.pulse._recover(RECOVERY)
     rig.advance(0.01)
     assert rig.take_beats() == ["q"]
@@ -441,7 +441,7 @@ def test_a_promotion_that_fails_is_retried(rig: Rig) -> None:
     assert rig.redis.promoted == ["q"]
 
 
-def test_a_time_that_is_far_ahead_is_checked_after_an_hour(rig: Rig) -> None:
+def test_a_time_far_in_the_future_is_checked_again_after_an_hour(rig: Rig) -> None:
     rig.redis.publish("q", "9" * 16)
     rig.advance(0)
     assert rig.pulse._due == {"q": rig.now + LONGEST_TIMER_MS / 1000}
@@ -531,7 +531,7 @@ def test_unread_claims_are_also_found_by_heartbeats_and_on_request(rig: Rig, how
     assert rig.take_events() == [{"event": "probe", "slots": [slot.number], "unread": True}]
 
 
-def test_many_rescues_are_one_line_a_minute_per_queue(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
+def test_many_rescues_log_one_line_per_queue_and_minute(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     def lines() -> list[str]:
         found = [message.partition(" queue=")[2] for message in caplog.messages]
         caplog.clear()
@@ -551,7 +551,7 @@ def test_many_rescues_are_one_line_a_minute_per_queue(rig: Rig, caplog: pytest.L
     assert lines() == ["a jobs=1"]
 
 
-def test_a_broken_subscription_is_made_again_and_every_queue_gets_a_heartbeat(rig: Rig) -> None:
+def test_a_broken_subscription_is_restored_and_every_queue_gets_a_heartbeat(rig: Rig) -> None:
     rig.redis.break_connection()
     rig.advance(0)
     rig.redis.down = False
@@ -583,7 +583,7 @@ def test_a_new_queue_gets_a_heartbeat_and_the_others_do_not(rig: Rig) -> None:
     assert rig.take_beats() == ["q", "s", "q#fail"]
 
 
-def test_a_queue_that_is_served_while_there_is_no_subscription_makes_it(rig: Rig) -> None:
+def test_serving_a_queue_restores_a_missing_subscription(rig: Rig) -> None:
     rig.redis.break_connection()
     rig.advance(0)
     rig.redis.down = False

@@ -1,4 +1,4 @@
-"""Pulse with a real server: it receives timers of served and of new queues in time."""
+"""Pulse on a real server: it receives the timers of served and of new queues in time."""
 
 import os
 import socket
@@ -18,13 +18,13 @@ from tests.support.drive.contexts import context
 from tests.support.drive.server import Server
 from tests.support.drive.wait import wait_until
 
-# Heartbeats promote too: what is late must not be mended by one.
+# Heartbeats promote jobs too. A long interval keeps them from hiding a lost timer.
 RARELY_SECONDS = 3600.0
 BEATS = "forq:queue:{q}:counts"
 
 
 class LeashedPulse:
-    """A pulse in a thread. Ours is the supervisor's end of its leash."""
+    """Runs a pulse in a thread; the test has the supervisor's end of its leash."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -46,7 +46,7 @@ class LeashedPulse:
         self._thread = threading.Thread(target=Pulse(given, theirs).run)
         self._thread.start()
 
-    def ask(self, method: str, **params: Any) -> Any:
+    def request(self, method: str, **params: Any) -> Any:
         self._ours.sendall(jsonrpc.request(1, method, params))
         while "event" in jsonrpc.decode(line := self._answers.readline()):
             pass
@@ -79,15 +79,15 @@ def subscriptions(server: Server) -> int:
 
 
 @pytest.mark.one_server
-def test_when_it_has_replied_for_a_new_queue_it_receives_its_timers(server: Server, redis_url: str) -> None:
-    """Also if Redis is there only now, and the next heartbeat far away."""
+def test_pulse_receives_timers_of_a_new_queue_once_it_has_replied(server: Server, redis_url: str) -> None:
+    """Even if Redis has only just come up and the next heartbeat is far away."""
     server.stop()
     pulse = LeashedPulse(redis_url)
     try:
         pulse.wait_for_event("redis")
         server.start()
         Client(redis_url).create_queue("q")
-        assert pulse.ask("serve_also", queue="q", with_fail_queue=False) == {}
+        assert pulse.request("serve_also", queue="q", with_fail_queue=False) == {}
         assert subscriptions(server) == 1
         queue = Client(redis_url).queue("q")
         queue.enqueue(1, run_in=0.1)
@@ -97,16 +97,16 @@ def test_when_it_has_replied_for_a_new_queue_it_receives_its_timers(server: Serv
 
 
 @pytest.mark.one_server
-def test_one_queue_more_has_its_fail_queue_and_leaves_the_others(
+def test_serving_one_more_queue_adds_its_fail_queue_and_keeps_the_others(
     pulse: LeashedPulse, server: Server, redis_url: str
 ) -> None:
     Client(redis_url).create_queue("q")
     others = [f"other{number}" for number in range(3)]
     for name in others:
         Client(redis_url).create_queue(name)
-    pulse.ask("serve", queues=others, with_fail_queue=[])
+    pulse.request("serve", queues=others, with_fail_queue=[])
     for _ in range(2):
-        pulse.ask("serve_also", queue="q", with_fail_queue=True)
+        pulse.request("serve_also", queue="q", with_fail_queue=True)
     for name in (*others, "q"):
         Client(redis_url).queue(name).enqueue(1, run_in=0.1)
     queues = [Client(redis_url).queue(name) for name in (*others, "q")]
@@ -114,13 +114,13 @@ def test_one_queue_more_has_its_fail_queue_and_leaves_the_others(
 
 
 @pytest.mark.one_server
-def test_a_subscription_that_broke_is_made_again_and_missed_timers_are_read(
+def test_a_broken_subscription_is_restored_and_missed_timers_are_read(
     pulse: LeashedPulse, server: Server, redis_url: str
 ) -> None:
     queue = Client(redis_url).create_queue("q")
-    pulse.ask("serve", queues=["q"], with_fail_queue=[])
+    pulse.request("serve", queues=["q"], with_fail_queue=[])
     with server.connect() as redis:
-        # There may be a second heartbeat, a second after the first; the third is an hour away.
+        # A second heartbeat may follow after a second; the third is an hour away.
         first, since = redis.hget(BEATS, "last_beat_ms"), time.monotonic()
         wait_until(lambda: redis.hget(BEATS, "last_beat_ms") != first or time.monotonic() > since + 2)
         subscription = next(client for client in redis.client_list() if client["name"] == "forq-pulse-subscription")
@@ -133,10 +133,10 @@ def test_a_subscription_that_broke_is_made_again_and_missed_timers_are_read(
 
 
 @pytest.mark.one_server
-def test_the_items_of_a_queue_that_a_client_has_made_are_due_in_time_before_it_is_served(
+def test_items_of_a_client_created_queue_are_promoted_in_time_before_it_is_served(
     pulse: LeashedPulse, server: Server, redis_url: str
 ) -> None:
-    pulse.ask("serve", queues=[], with_fail_queue=[])
+    pulse.request("serve", queues=[], with_fail_queue=[])
     queue = Client(redis_url).create_queue("gate", mode="on_request")
     queue.enqueue(1, run_in=0.1)
     pulse.wait_for_event("queue_found")
@@ -145,12 +145,12 @@ def test_the_items_of_a_queue_that_a_client_has_made_are_due_in_time_before_it_i
 
 @pytest.mark.one_server
 @pytest.mark.parametrize("message", ["look", "look ", "look w", "look w x", "look w 1 2", "²", "-1", ""])
-def test_a_message_that_no_script_would_send_does_not_end_it(
+def test_an_unknown_message_does_not_stop_pulse(
     pulse: LeashedPulse, server: Server, redis_url: str, message: str
 ) -> None:
-    """Every producer may publish on the channels of queues, and a later release may say more."""
+    """Any producer may publish on the queue channels, and a later release may add messages."""
     queue = Client(redis_url).create_queue("q")
-    pulse.ask("serve", queues=["q"], with_fail_queue=[])
+    pulse.request("serve", queues=["q"], with_fail_queue=[])
     with server.connect() as redis:
         assert redis.publish("forq:queue:{q}@0:due", message) >= 1
         assert redis.publish(b"forq:queue:{\xff}@0:due", message) >= 1

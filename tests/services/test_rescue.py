@@ -1,4 +1,4 @@
-"""Which jobs pulse rescues, and which it leaves alone: with a fake clock and a fake Redis."""
+"""Which jobs pulse rescues and which it leaves alone, with a fake clock and a fake Redis."""
 
 import heapq
 import time
@@ -34,17 +34,17 @@ class UnreadRig:
         self.turns: dict[str, int] = {}
         self.rescued: list[tuple[str, Position]] = []
         self.checks = 0
-        # Of workers that have something they do not begin, and of those that rest while jobs wait.
-        self.challenged: list[list[int]] = []
-        self.asked: list[list[int]] = []
-        self.away = False
+        # Slots probed because of unread claims, and slots of idle workers probed because jobs wait.
+        self.probed_unread: list[list[int]] = []
+        self.probed_idle: list[list[int]] = []
+        self.down = False
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._order = count()
         self.unread = UnreadClaims(
             self,  # type: ignore[arg-type]
             self.board,
             later=self._later,
-            probe=lambda slots, unread: (self.challenged if unread else self.asked).append(slots),
+            probe=lambda slots, unread: (self.probed_unread if unread else self.probed_idle).append(slots),
             now=lambda: self.now,
         )
         self.workers = [self._worker(name) for name in ("one", "two")]
@@ -60,20 +60,20 @@ class UnreadRig:
         heapq.heappush(self._timers, (self.now + seconds, next(self._order), call))
 
     def rescue(self, queue: str, at: Position) -> int:
-        if self.away:
-            raise RedisUnavailable("away")
+        if self.down:
+            raise RedisUnavailable("down")
         self.rescued.append((queue, at))
         self.turns.pop(at.worker, None)
         return 1
 
     def registered(self, queue: str) -> dict[str, int]:
         self.checks += 1
-        if self.away:
-            raise RedisUnavailable("away")
+        if self.down:
+            raise RedisUnavailable("down")
         return dict(self.turns)
 
     def claimed(self, slot: Slot, turn: int) -> None:
-        """The server has given it jobs, and tells of that."""
+        """The server gives the worker jobs and publishes the claim."""
         self.turns[slot.worker] = turn
         self.unread.on_claim("q", slot.worker, turn)
 
@@ -86,7 +86,7 @@ class UnreadRig:
         self.now = max(self.now, until)
 
     @property
-    def given_back(self) -> list[str]:
+    def rescued_workers(self) -> list[str]:
         return [at.worker.removesuffix(PROCESSOR) for _, at in self.rescued]
 
 
@@ -105,53 +105,53 @@ def test_a_worker_that_starts_in_time_is_not_probed(rig: UnreadRig) -> None:
     rig.claimed(slot, 6)
     read(slot, 6, running=True)
     rig.run(10)
-    assert (rig.challenged, rig.given_back) == ([], [])
-    assert rig.checks == 1, "for what was not told of, once"
+    assert (rig.probed_unread, rig.rescued_workers) == ([], [])
+    assert rig.checks == 1, "one check for unpublished claims"
 
 
-def test_a_worker_that_does_not_read_is_asked_and_what_it_was_given_goes_back(rig: UnreadRig) -> None:
+def test_a_worker_that_does_not_read_its_claim_is_probed_and_its_jobs_go_back(rig: UnreadRig) -> None:
     slot = rig.workers[0]
     rig.claimed(slot, 6)
     rig.run(CLAIM_SECONDS)
-    assert rig.challenged == [[slot.number]]
+    assert rig.probed_unread == [[slot.number]]
     rig.run(ANSWER_SECONDS - 0.15)
-    assert (slot.taken, rig.given_back) == (0, [])
+    assert (slot.taken, rig.rescued_workers) == (0, [])
     rig.run(0.3)
     assert slot.taken == 6
     assert rig.rescued == [("q", Position(slot.worker, 6, 0, False))]
 
 
-def test_a_process_that_answers_keeps_what_it_was_given(rig: UnreadRig) -> None:
+def test_a_process_that_answers_the_probe_keeps_its_jobs(rig: UnreadRig) -> None:
     slot = rig.workers[0]
     rig.claimed(slot, 6)
     rig.run(CLAIM_SECONDS + 0.2)
     for each in rig.workers:
         each.beat_ns = time.monotonic_ns()
     rig.run(1.5)
-    assert (slot.taken, rig.given_back) == (0, [])
+    assert (slot.taken, rig.rescued_workers) == (0, [])
 
 
-def test_a_worker_that_begins_after_the_mark_and_before_the_look_keeps_its_jobs(rig: UnreadRig) -> None:
+def test_a_worker_that_starts_between_mark_and_check_keeps_its_jobs(rig: UnreadRig) -> None:
     slot = rig.workers[0]
     rig.claimed(slot, 6)
     while slot.taken == 0:
         rig.run(0.01)
     read(slot, 6, running=True)
     rig.run(10)
-    assert rig.given_back == []
+    assert rig.rescued_workers == []
 
 
-def test_what_a_pulse_has_marked_before_it_died_is_given_back_by_the_next_one(rig: UnreadRig) -> None:
-    """Its process may run another job for hours, so that nobody ends it meanwhile."""
+def test_a_claim_marked_by_a_dead_pulse_is_rescued_by_the_next_pulse(rig: UnreadRig) -> None:
+    """The process may run another job for hours, so nothing else would end it."""
     slot = rig.workers[0]
     slot.taken = 6
     rig.turns[slot.worker] = 6
     rig.unread.check("q")
     rig.run(2)
-    assert rig.given_back == ["one"]
+    assert rig.rescued_workers == ["one"]
 
 
-def test_a_worker_that_has_read_and_not_begun_lags_if_it_holds_something(rig: UnreadRig) -> None:
+def test_a_worker_that_has_read_its_claim_but_not_started_is_probed_if_it_holds_jobs(rig: UnreadRig) -> None:
     idle, stuck = rig.workers
     for slot in (idle, stuck):
         read(slot, 6)
@@ -159,10 +159,10 @@ def test_a_worker_that_has_read_and_not_begun_lags_if_it_holds_something(rig: Un
     stuck.held = 3
     rig.unread.check("q")
     rig.run(2)
-    assert rig.given_back == ["two"]
+    assert rig.rescued_workers == ["two"]
 
 
-def test_a_worker_that_runs_a_job_or_is_between_two_does_not_lag(rig: UnreadRig) -> None:
+def test_a_worker_that_runs_a_job_or_is_between_two_is_not_probed(rig: UnreadRig) -> None:
     running, between = rig.workers
     read(running, 5, running=True)
     read(between, 6, index=2)
@@ -170,7 +170,7 @@ def test_a_worker_that_runs_a_job_or_is_between_two_does_not_lag(rig: UnreadRig)
     rig.turns = {running.worker: 6, between.worker: 6}
     rig.unread.check("q")
     rig.run(2)
-    assert (rig.challenged, rig.given_back) == ([], [])
+    assert (rig.probed_unread, rig.rescued_workers) == ([], [])
 
 
 def test_unpublished_claims_are_found_by_a_later_check(rig: UnreadRig) -> None:
@@ -179,10 +179,10 @@ def test_unpublished_claims_are_found_by_a_later_check(rig: UnreadRig) -> None:
     read(first, 6, running=True)
     rig.turns[second.worker] = 6
     rig.run(RECHECK_SECONDS + 1)
-    assert rig.given_back == ["two"]
+    assert rig.rescued_workers == ["two"]
 
 
-def test_claims_that_follow_each_other_cost_one_check(rig: UnreadRig) -> None:
+def test_consecutive_claims_cost_one_check(rig: UnreadRig) -> None:
     slot = rig.workers[0]
     for turn in range(6, 16):
         rig.claimed(slot, turn)
@@ -192,18 +192,18 @@ def test_claims_that_follow_each_other_cost_one_check(rig: UnreadRig) -> None:
     assert rig.checks == 1
 
 
-def test_a_job_that_the_next_worker_of_the_same_process_gets_goes_back_without_another_wait(rig: UnreadRig) -> None:
+def test_a_job_claimed_by_another_worker_of_a_stuck_process_is_rescued_without_another_wait(rig: UnreadRig) -> None:
     first, second = rig.workers
     rig.claimed(first, 6)
     rig.run(CLAIM_SECONDS + ANSWER_SECONDS + 0.2)
-    assert rig.given_back == ["one"]
+    assert rig.rescued_workers == ["one"]
     rig.turns[second.worker] = 6
     rig.unread.check("q")
     rig.run(0.25)
-    assert rig.given_back == ["one", "two"]
+    assert rig.rescued_workers == ["one", "two"]
 
 
-def test_time_in_which_pulse_did_not_run_does_not_count(rig: UnreadRig) -> None:
+def test_time_during_which_pulse_did_not_run_does_not_count(rig: UnreadRig) -> None:
     slot = rig.workers[0]
     rig.claimed(slot, 6)
     rig.run(CLAIM_SECONDS)
@@ -211,20 +211,20 @@ def test_time_in_which_pulse_did_not_run_does_not_count(rig: UnreadRig) -> None:
     rig.run(0.15)
     assert slot.taken == 0
     rig.run(1)
-    assert rig.given_back == ["one"]
+    assert rig.rescued_workers == ["one"]
 
 
-def test_a_pulse_that_hardly_runs_takes_nothing_from_others(rig: UnreadRig) -> None:
+def test_a_pulse_that_hardly_runs_rescues_nothing(rig: UnreadRig) -> None:
     slot = rig.workers[0]
     rig.claimed(slot, 6)
     rig.run(CLAIM_SECONDS)
     for _ in range(20):
         rig.now += 2 * LATE_SECONDS
         rig.run(0)
-    assert (slot.taken, rig.given_back) == (0, [])
+    assert (slot.taken, rig.rescued_workers) == (0, [])
 
 
-def test_returned_jobs_that_go_to_the_same_process_again_are_found_at_once(rig: UnreadRig) -> None:
+def test_rescued_jobs_that_go_to_the_same_process_again_are_found_at_once(rig: UnreadRig) -> None:
     first, second = rig.workers
     original = rig.rescue
 
@@ -236,7 +236,7 @@ def test_returned_jobs_that_go_to_the_same_process_again_are_found_at_once(rig: 
     rig.rescue = give_to_the_second  # type: ignore[method-assign]
     rig.claimed(first, 6)
     rig.run(RECHECK_SECONDS - 0.1)
-    assert rig.given_back == ["one", "two"]
+    assert rig.rescued_workers == ["one", "two"]
 
 
 def test_a_claim_of_another_supervisor_causes_no_check(rig: UnreadRig) -> None:
@@ -245,57 +245,57 @@ def test_a_claim_of_another_supervisor_causes_no_check(rig: UnreadRig) -> None:
     assert rig.checks == 0
 
 
-def test_while_redis_is_away_it_is_tried_again(rig: UnreadRig) -> None:
+def test_a_check_is_retried_while_redis_is_down(rig: UnreadRig) -> None:
     slot = rig.workers[0]
     rig.claimed(slot, 6)
-    rig.away = True
+    rig.down = True
     rig.run(2)
-    assert rig.given_back == []
-    rig.away = False
+    assert rig.rescued_workers == []
+    rig.down = False
     rig.run(1)
-    assert rig.given_back == ["one"]
+    assert rig.rescued_workers == ["one"]
 
 
-def test_workers_of_others_and_of_the_past_are_passed_over(rig: UnreadRig) -> None:
+def test_workers_of_other_supervisors_and_of_dead_processes_are_skipped(rig: UnreadRig) -> None:
     slot = rig.workers[0]
     rig.unread.on_claim("q", "one" + "x" * 16, 6)
     rig.unread.on_claim("q", "three" + PROCESSOR, 6)
     slot.state = State.EMPTY
     rig.unread.suspect("q", {slot.worker: 6})
     rig.run(1)
-    assert (rig.challenged, rig.given_back) == ([], [])
+    assert (rig.probed_unread, rig.rescued_workers) == ([], [])
 
 
-def test_the_number_of_a_turn_is_compared_whole(rig: UnreadRig) -> None:
-    """Not by the 20 bits of it that the position has."""
+def test_turn_numbers_are_compared_in_full(rig: UnreadRig) -> None:
+    """The position holds only 20 bits of the number."""
     slot = rig.workers[0]
     read(slot, 5 + (1 << 20))
     assert slot.position >> TURN_SHIFT & 0xFFFFF == 5
     rig.claimed(slot, 6 + (1 << 20))
     rig.run(1)
-    assert rig.given_back == ["one"]
+    assert rig.rescued_workers == ["one"]
 
 
-def test_workers_that_rest_while_jobs_wait_are_probed(rig: UnreadRig) -> None:
+def test_idle_workers_are_probed_while_jobs_wait(rig: UnreadRig) -> None:
     idle, busy = rig.workers
     busy.state = State.BUSY
     rig.unread.probe_resting({("q", Role.MAIN)})
-    assert rig.asked == [[idle.number]]
+    assert rig.probed_idle == [[idle.number]]
     idle.state = State.PARKED
     rig.unread.probe_resting({("q", Role.RETRY), ("other", Role.MAIN)})
-    assert rig.asked == [[idle.number]], "of that role and queue only"
+    assert rig.probed_idle == [[idle.number]], "only workers of that role and queue"
     rig.unread.probe_resting({("q", Role.MAIN)})
-    assert rig.asked == [[idle.number]] * 2
-    assert (rig.challenged, rig.given_back) == ([], [])
+    assert rig.probed_idle == [[idle.number]] * 2
+    assert (rig.probed_unread, rig.rescued_workers) == ([], [])
 
 
 class Batches:
-    """A BatchRescue, a worker that holds three jobs, and the timers of pulse."""
+    """A BatchRescue, a worker that holds three jobs, and pulse's timers."""
 
     def __init__(self) -> None:
         self.board = Scoreboard.create(4)
         self.now = 100.0
-        self.away = False
+        self.down = False
         self.rescued: list[tuple[str, Position]] = []
         self._due: list[tuple[float, Callable[[], None]]] = []
         self.batches = BatchRescue(
@@ -309,13 +309,13 @@ class Batches:
         self.begin(7, 0)
 
     def begin(self, turn: int, index: int, *, running: bool = True) -> None:
-        """The worker starts a job now."""
+        """Marks a job of the worker as started now."""
         self.slot.turn = turn
         self.slot.position = pack_position(int(self.now * 1e9), turn, index, running)
 
     def rescue(self, queue: str, at: Position) -> int:
-        if self.away:
-            raise RedisUnavailable("away")
+        if self.down:
+            raise RedisUnavailable("down")
         self.rescued.append((queue, at))
         return at.index + 1
 
@@ -340,7 +340,7 @@ def batches() -> Batches:
     return found
 
 
-def test_what_waits_behind_a_slow_job_is_rescued_once_per_job(batches: Batches) -> None:
+def test_jobs_behind_a_slow_job_are_rescued_once_per_slow_job(batches: Batches) -> None:
     batches.run(0.5)
     assert batches.rescued == [("q", Position("w", 7, 0, True))]
     batches.begin(7, 1)
@@ -368,11 +368,11 @@ def test_a_worker_between_two_jobs_is_left_alone(batches: Batches) -> None:
     assert batches.rescued == []
 
 
-def test_a_rescue_that_fails_is_tried_again(batches: Batches, caplog: pytest.LogCaptureFixture) -> None:
-    batches.away = True
+def test_a_failed_rescue_is_retried(batches: Batches, caplog: pytest.LogCaptureFixture) -> None:
+    batches.down = True
     batches.run(0.5)
-    assert caplog.messages[0] == "rescue failed; retrying queue=q error=away"
-    batches.away = False
+    assert caplog.messages[0] == "rescue failed; retrying queue=q error=down"
+    batches.down = False
     batches.run(BATCH_CHECK_SECONDS)
     assert batches.rescued == [("q", Position("w", 7, 0, True))]
 
@@ -391,7 +391,7 @@ def test_the_scoreboard_is_polled_only_while_there_are_batches(batches: Batches)
     assert batches.rescued == [("q", Position("w", 8, 0, True))]
 
 
-def test_batches_keep_the_polling_alive(batches: Batches) -> None:
+def test_polling_continues_while_there_are_batches(batches: Batches) -> None:
     for index in range(2 * QUIET_CHECKS):
         batches.begin(7, index)
         batches.run(BATCH_CHECK_SECONDS)
@@ -403,10 +403,10 @@ def test_a_worker_that_wakes_a_polling_pulse_starts_no_second_poll(batches: Batc
     assert len(batches._due) == 1
 
 
-def test_a_batch_that_started_right_before_the_flag_fell_is_not_missed(
+def test_a_batch_started_right_before_the_flag_is_cleared_is_not_missed(
     batches: Batches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its worker saw the flag up and woke nobody."""
+    """Its worker saw the flag set, so it did not wake pulse."""
     batches.slot.held = 1
     original = type(batches.board).watching.fset  # type: ignore[attr-defined]
 
@@ -421,7 +421,7 @@ def test_a_batch_that_started_right_before_the_flag_fell_is_not_missed(
     assert batches.rescued == [("q", Position("w", 7, 0, True))]
 
 
-def test_a_flag_that_a_dead_pulse_has_left_up_does_not_stop_the_polling() -> None:
+def test_a_flag_left_set_by_a_dead_pulse_does_not_stop_polling() -> None:
     batches = Batches()
     batches.board.watching = 1
     batches.batches.start()

@@ -1,4 +1,4 @@
-"""The scribe and the failed log: nothing is lost, whatever fails in between."""
+"""The scribe and the failed log: no line is lost, whatever fails."""
 
 import json
 import os
@@ -43,8 +43,8 @@ class ScribeRig:
         scribe._serve({"queues": list(queues or ("q",))})
         return scribe
 
-    def told(self) -> list[dict[str, Any]]:
-        """The events that have come."""
+    def events(self) -> list[dict[str, Any]]:
+        """Returns the events received so far."""
         self.leash.setblocking(False)
         try:
             return [json.loads(line) for line in self.leash.recv(1 << 20).splitlines()]
@@ -87,14 +87,14 @@ def line(job: str) -> str:
 
 
 def fail(store: Any, *jobs: str, queue: str = "q") -> None:
-    """What the script that fails jobs for good does."""
+    """Does the same as the script that moves jobs to dead."""
     store.rpush(key(queue), *map(line, jobs))
     store.publish(f"forq:queue:{{{queue}}}@0:outbox", queue)
 
 
 @contextmanager
 def size_limit(size: int) -> Iterator[None]:
-    """As if the disk were full: no file of this process grows past `size`."""
+    """Simulates a full disk: no file of this process grows past `size`."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
     try:
@@ -137,7 +137,7 @@ def test_a_crash_between_write_and_forget_writes_again_and_loses_nothing(
     assert not store.exists(key(), key(name="outbox:p1"))
 
 
-def test_a_killed_scribe_s_lines_are_written_by_its_successor(store: Any, redis_url: str, tmp_path: Path) -> None:
+def test_lines_of_a_killed_scribe_are_written_by_its_successor(store: Any, redis_url: str, tmp_path: Path) -> None:
     """A real process, killed while it cannot write."""
     rig = ScribeRig(redis_url, tmp_path / "logs")
     (tmp_path / "logs").mkdir()
@@ -201,7 +201,7 @@ def test_two_scribes_write_each_line_once(store: Any, redis_url: str, tmp_path: 
 
 @pytest.mark.fault("disk of the failed log full")
 @pytest.mark.parametrize("trick", ["directory", "file"])
-def test_what_cannot_be_written_stays_in_redis_and_is_written_later(
+def test_lines_that_cannot_be_written_stay_in_redis_and_are_written_later(
     store: Any, rig: ScribeRig, tmp_path: Path, trick: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     obstacle = rig.directory / "q" if trick == "directory" else rig.directory / "q" / "failed.jsonl"
@@ -216,20 +216,20 @@ def test_what_cannot_be_written_stays_in_redis_and_is_written_later(
     assert rig.logged("r") == ["b"]
     assert store.llen(key(name="outbox:p1")) == 1
     assert not list((tmp_path / "elsewhere").iterdir())
-    told = rig.told()
-    assert [(event["event"], event["queue"], event["failures"]) for event in told] == [
+    received = rig.events()
+    assert [(event["event"], event["queue"], event["failures"]) for event in received] == [
         ("failed_log", "q", failures) for failures in (1, 2, 3)
     ]
     assert len([record for record in caplog.records if "cannot write the failed log" in record.message]) == 1
     obstacle.unlink()
     scribe.tick(60.0)
     assert rig.logged() == ["a"]
-    assert rig.told()[0] == {"event": "failed_log", "queue": "q", "error": None, "failures": 3}
+    assert rig.events()[0] == {"event": "failed_log", "queue": "q", "error": None, "failures": 3}
     assert not store.exists(key(), key(name="outbox:p1"))
 
 
 @pytest.mark.fault("disk of the failed log full")
-def test_a_full_disk_leaves_no_half_of_a_line(store: Any, rig: ScribeRig) -> None:
+def test_a_full_disk_leaves_no_partial_line(store: Any, rig: ScribeRig) -> None:
     fail(store, "a")
     scribe = rig.scribe()
     scribe.tick(1.0)
@@ -239,12 +239,12 @@ def test_a_full_disk_leaves_no_half_of_a_line(store: Any, rig: ScribeRig) -> Non
     with size_limit(size + 10):
         scribe.tick(1.0 + CHECK_SECONDS)
     assert path.stat().st_size == size
-    assert len(rig.told()) == 1
+    assert len(rig.events()) == 1
     scribe.tick(100.0)
     assert rig.logged() == ["a", "b", "c"]
 
 
-def test_while_redis_is_down_it_tries_again_and_says_so_once(
+def test_the_scribe_retries_while_redis_is_down_and_logs_it_once(
     store: Any, rig: ScribeRig, server: Server, caplog: pytest.LogCaptureFixture
 ) -> None:
     scribe = rig.scribe()
@@ -261,12 +261,12 @@ def test_while_redis_is_down_it_tries_again_and_says_so_once(
     link.close()
     with server.connect() as fresh:
         fail(fresh, "a")
-    for now in (60.0, 90.0):  # the first one may find the old connection
+    for now in (60.0, 90.0):  # the first run may use the old connection
         scribe.tick(now)
     assert (rig.logged(), scribe._redis_failures.failures) == (["a"], 0)
 
 
-def test_a_server_that_only_refuses_writes_is_one_streak(
+def test_a_server_that_refuses_writes_is_logged_as_one_outage(
     store: Any, rig: ScribeRig, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from forq.errors import RedisUnavailable
@@ -286,7 +286,7 @@ def test_a_server_that_only_refuses_writes_is_one_streak(
     assert rig.logged() == ["a"]
 
 
-def test_a_broken_line_is_kept_as_it_is_and_holds_up_nothing(store: Any, rig: ScribeRig) -> None:
+def test_an_invalid_line_is_kept_as_it_is_and_blocks_nothing(store: Any, rig: ScribeRig) -> None:
     store.rpush(key(), "not json", line("a"))
     rig.scribe().tick(1.0)
     first, second = (rig.directory / "q" / "failed.jsonl").read_text().splitlines()
@@ -294,7 +294,7 @@ def test_a_broken_line_is_kept_as_it_is_and_holds_up_nothing(store: Any, rig: Sc
     assert json.loads(second)["id"] == "a"
 
 
-def test_data_at_the_limit_of_nesting_is_written(store: Any, rig: ScribeRig) -> None:
+def test_data_at_the_nesting_limit_is_written(store: Any, rig: ScribeRig) -> None:
     body = "[" * 254 + "]" * 254
     store.rpush(key(), line("a").replace('{"n": "a"}', body))
     rig.scribe().tick(1.0)
@@ -302,7 +302,7 @@ def test_data_at_the_limit_of_nesting_is_written(store: Any, rig: ScribeRig) -> 
     assert body in (rig.directory / "q" / "failed.jsonl").read_text()
 
 
-def test_the_process_drains_at_start_when_told_and_after_a_reconnect(store: Any, rig: ScribeRig) -> None:
+def test_the_process_drains_at_start_on_notification_and_after_a_reconnect(store: Any, rig: ScribeRig) -> None:
     fail(store, "a")
     thread = threading.Thread(target=run_scribe, args=(rig.context, rig._theirs))
     thread.start()
@@ -311,7 +311,7 @@ def test_the_process_drains_at_start_when_told_and_after_a_reconnect(store: Any,
         wait_until(lambda: rig.logged() == ["a"])
         fail(store, "b")
         wait_until(lambda: rig.logged() == ["a", "b"], seconds=10)
-        store.rpush(key(), line("c"))  # and nobody is told
+        store.rpush(key(), line("c"))  # without a notification
         bells = [client["id"] for client in store.client_list() if client["name"] == "forq-scribe-bell"]
         assert bells
         for bell in bells:
@@ -325,7 +325,7 @@ def test_the_process_drains_at_start_when_told_and_after_a_reconnect(store: Any,
     assert not thread.is_alive()
 
 
-def test_lines_that_nobody_told_of_are_found_by_the_next_look(store: Any, rig: ScribeRig) -> None:
+def test_lines_without_a_notification_are_found_by_the_next_check(store: Any, rig: ScribeRig) -> None:
     scribe = rig.scribe()
     scribe.tick(1.0)
     store.rpush(key(), line("a"))
@@ -354,7 +354,7 @@ def test_rotation_stops_at_the_first_gap_and_drops_nothing(tmp_path: Path) -> No
     assert len(list((tmp_path / "q").iterdir())) == MAX_FILES
 
 
-def test_a_line_that_a_crash_cut_off_spoils_no_other(tmp_path: Path) -> None:
+def test_a_line_truncated_by_a_crash_does_not_corrupt_the_next(tmp_path: Path) -> None:
     append_lines(tmp_path, [{"n": 1}])
     with (tmp_path / "failed.jsonl").open("ab") as file:
         file.write(b'{"n":')
@@ -382,7 +382,7 @@ def test_an_error_names_the_file(tmp_path: Path) -> None:
         append_lines(tmp_path, [{"n": 1}])
 
 
-def test_a_batch_is_synced_once_and_so_is_the_directory_when_names_change(
+def test_a_batch_is_synced_once_and_the_directory_when_names_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []

@@ -1,4 +1,4 @@
-"""The warden: what it sees of a tree of processes, when it rig, what it tells."""
+"""The warden: what it measures of a process tree, how often it checks, and what it reports."""
 
 import contextlib
 import os
@@ -32,8 +32,8 @@ signal.pause()
 
 
 @pytest.fixture
-def holding() -> Iterator[Callable[[int], int]]:
-    """Start a small process of its own that has touched so many megabytes; its pid."""
+def start_holding() -> Iterator[Callable[[int], int]]:
+    """Starts a process that uses the given number of megabytes; returns its pid."""
     with contextlib.ExitStack() as ends:
 
         def start(megabytes: int) -> int:
@@ -47,8 +47,8 @@ def holding() -> Iterator[Callable[[int], int]]:
         yield start
 
 
-def test_memory_is_what_the_whole_tree_has(holding: Callable[[int], int]) -> None:
-    pid = holding(80)
+def test_memory_is_measured_over_the_whole_tree(start_holding: Callable[[int], int]) -> None:
+    pid = start_holding(80)
     found = check_tree(pid, Resources(memory_bytes=60 * MB))
     assert found is not None
     assert found.cause == "oom"
@@ -57,17 +57,15 @@ def test_memory_is_what_the_whole_tree_has(holding: Callable[[int], int]) -> Non
     assert check_tree(pid, Resources(memory_bytes=2000 * MB)) is None
 
 
-def test_pages_that_are_shared_do_not_count_again_for_each_process(
-    holding: Callable[[int], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pid = holding(1)
+def test_shared_pages_are_counted_once(start_holding: Callable[[int], int], monkeypatch: pytest.MonkeyPatch) -> None:
+    pid = start_holding(1)
     monkeypatch.setattr(module, "pss_bytes", lambda each: 10 * MB)
     monkeypatch.setattr(module, "_threads_and_resident", lambda each: (1, 100 * MB))
     assert check_tree(pid, Resources(memory_bytes=50 * MB)) is None
     assert check_tree(pid, Resources(memory_bytes=9 * MB)) == Exceeded("oom", 10 * MB)
 
 
-def test_threads_count_as_processes_do() -> None:
+def test_threads_count_as_tasks() -> None:
     release = threading.Event()
     threads = [threading.Thread(target=release.wait) for _ in range(20)]
     for thread in threads:
@@ -83,25 +81,25 @@ def test_threads_count_as_processes_do() -> None:
             thread.join()
 
 
-def test_a_process_that_is_gone_takes_nothing() -> None:
+def test_a_process_that_has_exited_uses_nothing() -> None:
     assert check_tree(2**22 + 1, Resources(memory_bytes=1, tasks=1)) is None
 
 
 class WardenRig:
-    """A warden with a fake clock; `seen`: the pids it has checked."""
+    """A warden with a fake clock; `checked` lists the pids it has checked."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        self.seen: list[int] = []
+        self.checked: list[int] = []
         self.over: set[int] = set()
         self.board = Scoreboard.create(4)
         self.slot = self.board.slot(self.board.take())
         self.ours, theirs = socket.socketpair()
-        monkeypatch.setattr(module, "check_tree", self._look)
+        monkeypatch.setattr(module, "check_tree", self._check)
         self.warden = Warden(context(scoreboard=self.board), theirs, clock=lambda: self.now)
 
-    def _look(self, pid: int, resources: Resources) -> Exceeded | None:
-        self.seen.append(pid)
+    def _check(self, pid: int, resources: Resources) -> Exceeded | None:
+        self.checked.append(pid)
         self.now += 0.001
         return Exceeded("oom", 7) if pid in self.over else None
 
@@ -113,9 +111,9 @@ class WardenRig:
 
     def tick(self, after: float = CHECK_SECONDS) -> list[int]:
         self.now += after
-        before = len(self.seen)
+        before = len(self.checked)
         self.warden.tick()
-        return self.seen[before:]
+        return self.checked[before:]
 
 
 def test_a_busy_process_is_checked_each_time_and_an_idle_one_once_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Watchers of the clerk: the real class and a real server, with a fake clock and a loop that the test drives."""
+"""The clerk's watchers on a real server. The test drives the loop and a fake clock."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from tests.support.drive.wait import wait_until
 
 
 class WatcherRig:
-    """The clerk's loop, a step at a time; `clock` is added to the real time, which stands still otherwise."""
+    """Runs the clerk's loop step by step; `time` is a fake clock that only the test advances."""
 
     def __init__(self, queue: OneQueue) -> None:
         self.queue = queue
@@ -29,7 +29,7 @@ class WatcherRig:
         self.watchers = Watchers(queue.link, DEFAULT_PREFIX, self._loop, now=lambda: self.time)
 
     def watch(self, seen: str | None = None, job_id: str = "a", **more: Any) -> Any:
-        """What the verb answers at once; else the answer will be in `answers`."""
+        """Returns the immediate reply, or a PendingReply whose value is later added to `answers`."""
         answer = self.watchers.watch({"name": "q", "id": job_id, "seen": seen, **more})
         if isinstance(answer, PendingReply):
             answer.bind(self.answers.append)
@@ -40,7 +40,7 @@ class WatcherRig:
         self.watchers.tick()
         return self.answers
 
-    def listens(self) -> bool:
+    def is_subscribed(self) -> bool:
         return self.watchers._subscription.connected
 
     def until(self, condition: Callable[[], Any]) -> Any:
@@ -63,7 +63,7 @@ def rig(redis_url: str) -> Iterator[WatcherRig]:
         rig.watchers._subscription.close()
 
 
-def test_the_first_question_is_answered_at_once(rig: WatcherRig) -> None:
+def test_the_first_request_is_answered_at_once(rig: WatcherRig) -> None:
     rig.queue.enqueue("a")
     answer = rig.watch()
     assert (answer["id"], answer["state"], answer["progress"], answer["run_at"]) == ("a", "waiting", None, None)
@@ -72,7 +72,7 @@ def test_the_first_question_is_answered_at_once(rig: WatcherRig) -> None:
     assert len(rig.watchers) == 0
 
 
-def test_progress_is_answered_as_soon_as_it_is_heard_without_a_look(rig: WatcherRig) -> None:
+def test_published_progress_is_sent_at_once_without_a_read(rig: WatcherRig) -> None:
     rig.queue.enqueue("a")
     rig.worker.turn(want=1)
     seen = rig.watch()["seen"]
@@ -85,7 +85,7 @@ def test_progress_is_answered_as_soon_as_it_is_heard_without_a_look(rig: Watcher
     assert len(rig.watchers) == 0
 
 
-def test_the_end_of_a_job_that_told_progress_is_heard(rig: WatcherRig) -> None:
+def test_the_end_of_a_job_with_progress_is_received(rig: WatcherRig) -> None:
     rig.queue.enqueue("a")
     rig.worker.turn(want=1)
     rig.report(0.4)
@@ -95,7 +95,7 @@ def test_the_end_of_a_job_that_told_progress_is_heard(rig: WatcherRig) -> None:
     assert answer["state"] == "gone"
 
 
-def test_another_job_s_progress_is_no_reason_to_look(rig: WatcherRig) -> None:
+def test_progress_of_another_job_causes_no_read(rig: WatcherRig) -> None:
     rig.queue.enqueue("a", "b")
     rig.worker.turn(want=2)
     seen = rig.watch()["seen"]
@@ -109,7 +109,7 @@ def test_another_job_s_progress_is_no_reason_to_look(rig: WatcherRig) -> None:
     assert rig.step()[0]["progress"]["text"] == "unheard"
 
 
-def test_the_same_progress_told_again_is_no_change(rig: WatcherRig) -> None:
+def test_the_same_progress_reported_again_is_not_a_change(rig: WatcherRig) -> None:
     rig.queue.enqueue("a")
     rig.worker.turn(want=1)
     rig.report(0.4, "same")
@@ -120,7 +120,7 @@ def test_the_same_progress_told_again_is_no_change(rig: WatcherRig) -> None:
     assert rig.step() == []
 
 
-def test_a_job_that_tells_nothing_is_looked_at_once_a_second(rig: WatcherRig) -> None:
+def test_a_job_without_progress_is_read_once_a_second(rig: WatcherRig) -> None:
     rig.queue.enqueue("a")
     rig.watch(rig.watch()["seen"])
     rig.worker.turn(want=1)
@@ -130,7 +130,7 @@ def test_a_job_that_tells_nothing_is_looked_at_once_a_second(rig: WatcherRig) ->
     assert [answer["state"] for answer in rig.step()] == ["active"]
 
 
-def test_without_a_change_the_answer_comes_after_a_while_and_is_the_same(rig: WatcherRig) -> None:
+def test_without_a_change_the_same_answer_is_sent_after_a_while(rig: WatcherRig) -> None:
     rig.queue.enqueue("a")
     seen = rig.watch()["seen"]
     rig.watch(seen)
@@ -141,14 +141,14 @@ def test_without_a_change_the_answer_comes_after_a_while_and_is_the_same(rig: Wa
     assert [answer["seen"] for answer in rig.step()] == [seen]
 
 
-def test_who_does_not_want_to_wait_is_answered_at_once(rig: WatcherRig) -> None:
+def test_a_request_without_waiting_is_answered_at_once(rig: WatcherRig) -> None:
     rig.queue.enqueue("a")
     seen = rig.watch()["seen"]
     assert rig.watch(seen, wait=0)["seen"] == seen
 
 
 @pytest.mark.parametrize("seen_active", [False, True])
-def test_a_job_that_dies_is_dead_and_one_that_ends_well_is_gone_though_an_earlier_one_died(
+def test_a_failed_job_is_dead_and_a_finished_job_is_gone_even_if_an_earlier_one_died(
     rig: WatcherRig, seen_active: bool
 ) -> None:
     for end, expected in (("failed", "dead"), ("done", "gone"), ("failed", "dead")):
@@ -182,32 +182,32 @@ def test_a_dead_job_is_shown_with_its_error(rig: WatcherRig) -> None:
         ({"name": "other"}, UnknownQueue),
     ],
 )
-def test_a_wrong_question_is_refused(rig: WatcherRig, wrong: dict[str, Any], error: type[ForqError]) -> None:
+def test_an_invalid_request_is_refused(rig: WatcherRig, wrong: dict[str, Any], error: type[ForqError]) -> None:
     rig.queue.enqueue("a")
     with pytest.raises(error):
         rig.watchers.watch({"name": "q", "id": "a", **wrong})
 
 
-def test_it_listens_only_while_somebody_watches(rig: WatcherRig) -> None:
+def test_it_is_subscribed_only_while_there_are_watchers(rig: WatcherRig) -> None:
     rig.queue.enqueue("a")
-    assert (rig.listens(), rig.watchers.tick()) == (False, None)
+    assert (rig.is_subscribed(), rig.watchers.tick()) == (False, None)
     rig.watch()
     # The server may still have the subscription of an earlier test.
     wait_until(lambda: rig.queue.redis.pubsub_numpat() == 1)
     rig.step()
-    assert rig.listens()
+    assert rig.is_subscribed()
     assert rig.watchers.tick() == LISTEN_SECONDS
     rig.time += LISTEN_SECONDS
     rig.step()
-    assert (rig.listens(), rig.watchers.tick()) == (False, None)
+    assert (rig.is_subscribed(), rig.watchers.tick()) == (False, None)
     wait_until(lambda: rig.queue.redis.pubsub_numpat() == 0)
 
 
-def test_when_redis_goes_who_watches_is_told_so(rig: WatcherRig, server: Server) -> None:
+def test_watchers_get_an_error_when_redis_goes_down(rig: WatcherRig, server: Server) -> None:
     rig.queue.enqueue("a")
     rig.watch(rig.watch()["seen"])
     server.stop()
-    rig.until(lambda: not rig.listens())
+    rig.until(lambda: not rig.is_subscribed())
     rig.time += WATCH_SECONDS
     (answer,) = rig.step()
     assert isinstance(answer, RedisUnavailable)
@@ -215,7 +215,7 @@ def test_when_redis_goes_who_watches_is_told_so(rig: WatcherRig, server: Server)
         rig.watch()
 
 
-def test_a_deleted_queue_is_told(rig: WatcherRig) -> None:
+def test_watchers_of_a_deleted_queue_get_an_error(rig: WatcherRig) -> None:
     rig.queue.enqueue("a")
     rig.watch(rig.watch()["seen"])
     rig.queue.registry.delete("q", force=True)
