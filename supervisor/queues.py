@@ -411,7 +411,7 @@ class Queues:
         self._rejoined = [at for at in self._rejoined if now - at < REJOIN_SECONDS] + [now]
         if len(self._rejoined) > MOST_REJOINS:
             self._fail(
-                exits.LOST_PLACE,
+                exits.EVICTED_TOO_OFTEN,
                 f"this processor was evicted {len(self._rejoined)} times within {REJOIN_SECONDS:.0f} s: its heartbeats "
                 "reach Redis too late; check the load of this machine and of Redis, or raise expiry",
             )

@@ -6,7 +6,7 @@ FAILED = 1
 QUEUE_GONE = 71  # the queue was deleted
 FENCED = 72  # this processor has been removed from the queue
 # From `forq run` to systemd and operators.
-LOST_PLACE = 70  # evicted from Redis repeatedly
+EVICTED_TOO_OFTEN = 70  # evicted from Redis repeatedly
 NO_REDIS = 75  # cannot reach Redis at start (with require_redis)
 INCOMPATIBLE = 76  # another protocol version owns the data
 CONFIG = 78  # a setting (in a child: its handler) is invalid
@@ -19,7 +19,7 @@ MEANINGS = {
     STOPPED: "stopped on request",
     FAILED: "another supervisor uses this state directory, or the socket cannot be used",
     WRONG_ARGUMENTS: "wrong arguments",
-    LOST_PLACE: "evicted from Redis six times within 10 minutes: its heartbeats arrive too late",
+    EVICTED_TOO_OFTEN: "evicted from Redis six times within 10 minutes: its heartbeats arrive too late",
     NO_REDIS: "Redis is unreachable at start (with --require-redis)",
     INCOMPATIBLE: "another protocol version owns the data in Redis",
     CONFIG: "a setting is invalid, or the Redis server is incompatible",

@@ -178,7 +178,7 @@ class Stage:
         for supervisor in self.supervisors:
             if not supervisor.down and supervisor.process is not None and supervisor.process.poll() is not None:
                 code = supervisor.process.returncode
-                if code != exits.LOST_PLACE:
+                if code != exits.EVICTED_TOO_OFTEN:
                     self.exits.append(f"{supervisor.name} ended with {code}: {supervisor.log[-500:]}")
                 supervisor.start(ready=False)
 

@@ -140,5 +140,5 @@ def test_a_supervisor_evicted_repeatedly_gives_up_with_its_own_exit_code(redis_u
 
             wait_until(evict, 60.0, "it gives up")
         assert forq.process is not None
-        assert forq.process.returncode == exits.LOST_PLACE == 70
+        assert forq.process.returncode == exits.EVICTED_TOO_OFTEN == 70
         assert "was evicted 6 times within 600 s" in forq.log

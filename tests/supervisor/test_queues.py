@@ -248,7 +248,7 @@ def test_a_processor_that_is_evicted_again_and_again_gives_up(stage: Stage) -> N
         stage.queues.rejoin()
     assert stage.failures == []
     stage.queues.rejoin()
-    assert stage.failures == [exits.LOST_PLACE]
+    assert stage.failures == [exits.EVICTED_TOO_OFTEN]
 
 
 def test_evictions_long_ago_do_not_count(stage: Stage) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.exits import FAILED, FINAL, LOST_PLACE, MEANINGS, NO_REDIS, STOPPED
+from forq.exits import EVICTED_TOO_OFTEN, FAILED, FINAL, MEANINGS, NO_REDIS, STOPPED
 from forq.workers.child import OOM_SCORE
 
 ETC = Path(__file__).parent.parent.parent / "etc"
@@ -49,7 +49,7 @@ def test_what_another_start_would_only_say_again_is_not_started_again() -> None:
     assert {int(code) for code in prevented.split()} == set(FINAL)
     assert set(FINAL) < set(MEANINGS)
     # Of the others the reason may pass: another supervisor ends, Redis or the network is back.
-    assert set(MEANINGS) - set(FINAL) == {STOPPED, FAILED, LOST_PLACE, NO_REDIS}
+    assert set(MEANINGS) - set(FINAL) == {STOPPED, FAILED, EVICTED_TOO_OFTEN, NO_REDIS}
     section = PAGE.read_text().partition("\n- **Restart**")[2].partition("\n- ")[0]
     assert all(f"({code})" in section for code in FINAL)
 
