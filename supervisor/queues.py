@@ -340,9 +340,9 @@ class Queues:
         if not self.serves(queue):
             return UnknownQueue(f"{failed}: it was deleted meanwhile")
         pid = queue.main_pid()
-        remains = (
-            "" if queue.opening else f"; its old process goes on (pid {pid})" if pid else "; nothing serves it now"
-        )
+        remains = ""
+        if not queue.opening:
+            remains = f"; its old process keeps running (pid {pid})" if pid else "; nothing serves it now"
         if isinstance(error, CannotImport):
             return CannotImport(f"{failed}: {error}{remains}", error.traceback)
         return type(error)(f"{failed}: {error}{remains}")

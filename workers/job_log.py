@@ -67,7 +67,7 @@ class FailedAttempt:
     def headline(self) -> str:
         happened = "timed out" if self.failure.kind == "timeout" else "failed"
         if self.retry_requested and not self.final:
-            happened = "asked to be tried again"
+            happened = "requested a retry"
         return headline(self.queue, self.job, self.follows, happened, of_fail_handler=self.of_fail_handler)
 
     def record(self) -> logging.LogRecord:

@@ -507,7 +507,7 @@ class _ResultWait:
                 case "gone":
                     self._raise_if_dead(self._waiter.error_of_last_dead(status.target))
                     why = self._waiter.why_not_kept()
-                    raise UnknownJob(f"{self._job} does not exist: it never did, or has ended and is not kept: {why}")
+                    raise UnknownJob(f"there is no {self._job}: it never existed, or has ended and is not kept: {why}")
                 case "cancelled":
                     raise UnknownJob(f"{self._job} was cancelled or removed")
 
@@ -540,7 +540,7 @@ class _ResultWait:
         if self._deadline is not None:
             left_seconds = self._deadline - self._now()
             if left_seconds <= 0:
-                raise WaitTimeout(f"{self._job} has not ended, as far as is known: {exc}") from exc
+                raise WaitTimeout(f"{self._job} has not ended, or its end is unknown: {exc}") from exc
             seconds = min(seconds, left_seconds)
         time.sleep(seconds)
 

@@ -1,7 +1,7 @@
 """Sets up `logging` in forq's processes: one format, on stderr.
 
 1. LineFormatter formats a record with its extra fields.
-2. StderrHandler never blocks: the supervisor's loop must not stop because nobody reads its log.
+2. StderrHandler never blocks: the supervisor's loop must not stop while its log is not read.
 3. WarningThrottle limits warnings that a client can cause to one line per second.
 """
 
@@ -146,7 +146,7 @@ def configure(
     setting: str = "auto", level: str = "info", redact: Sequence[str] = (), *, blocking: bool = True
 ) -> logging.Handler:
     """Sends all messages of this process and its children to stderr. `blocking`: wait for a slow reader; otherwise
-    lines that nobody reads are dropped (StderrHandler)."""
+    lines are dropped while stderr is not read (StderrHandler)."""
     log_format = choose(setting, 2, os.environ)
     handler = logging.StreamHandler(sys.stderr) if blocking else StderrHandler()
     handler.setFormatter(LineFormatter(log_format, Redaction(redact)))

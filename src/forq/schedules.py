@@ -23,7 +23,7 @@ from forq.values import check_schedule_key, check_type, parse_duration, show_dur
 MAX_EXPRESSION = 100
 # A tick that is less late than this does not count as missed.
 ON_TIME_MS = 1000
-# With catch_up "all": ticks made up for, and how many of them per call.
+# With catch_up "all": late ticks that still create jobs, and how many of them per call.
 MAX_CAUGHT_UP_TICKS = 1000
 TICKS_PER_CALL = 100
 # Each tick of a cron rule must be searched for, so only this many missed ones are counted.

@@ -355,7 +355,7 @@ def test_a_wait_is_kept_to_the_millisecond_and_never_shorter(given: timedelta | 
         ({"run_in": -1}, "is not allowed"),
         ({"run_in": timedelta(seconds=-1)}, "is not allowed"),
         ({"run_in": "10m"}, "is not allowed"),
-        ({"run_in": 1, "run_at": 1}, "cannot be given both"),
+        ({"run_in": 1, "run_at": 1}, "give run_at or run_in, not both"),
     ],
 )
 def test_a_time_that_is_none_is_refused(given: dict[str, Any], says: str) -> None:

@@ -99,7 +99,7 @@ def test_where_the_journal_has_gaps_nothing_is_said_that_is_not_known(queue: One
         if how == "off"
         else rf"its journal does not mention it since {TIME}, as far as it was read"
     )
-    check(queue, "b", f"queue 'q' has no job 'b': it never had, or the job has ended{KEEP}; {known}")
+    check(queue, "b", f"queue 'q' has no job 'b': it never existed, or has ended{KEEP}; {known}")
 
 
 def test_the_look_at_the_journal_is_bounded_and_in_pieces(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +110,7 @@ def test_the_look_at_the_journal_is_bounded_and_in_pieces(queue: OneQueue, monke
     calls = queue.redis.info("commandstats")["cmdstat_xrevrange"]["calls"]
     assert 2 <= calls <= 5
     monkeypatch.setattr(explain, "MAX_JOURNAL_BYTES", 100)
-    assert "never had, or the job has ended" in said(queue, "job-x")
+    assert "never existed, or has ended" in said(queue, "job-x")
 
 
 def test_an_earlier_queue_of_the_name_is_another_queue(queue: OneQueue) -> None:
@@ -128,7 +128,7 @@ def test_a_program_is_told_without_a_look_at_the_journal(queue: OneQueue) -> Non
     with pytest.raises(UnknownJob) as caught:
         queue.inspector.job("b")
     known = (
-        "it never had, or the job has ended and is not kept: its queue keeps no results; "
+        "it never existed, or has ended and is not kept: its queue keeps no results; "
         "`forqctl set q keep_done=1h` keeps those of jobs that end after it"
     )
     assert str(caught.value) == f"queue 'q' has no job 'b': {known}"

@@ -171,7 +171,7 @@ def handle(data, job):
     wait_until(lambda: forq.queue_status("later")["done"] == 1)
     (record,) = logs(forq, "later")
     assert record["level"] == "INFO"
-    assert record["message"].startswith("job asked to be tried again: attempt 1 of 4, retry in ")
+    assert record["message"].startswith("job requested a retry: attempt 1 of 4, retry in ")
     assert record["message"].endswith("error=RetryAt: the bank is closed")
 
 

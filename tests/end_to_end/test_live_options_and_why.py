@@ -123,7 +123,7 @@ def test_why_distinguishes_every_state(forq: Forq) -> None:
     assert "it is next" in forq.ctl("why", "asked", first)
     assert "1 job before it" in forq.ctl("why", "asked", second)
     later = forq.ctl("push", "asked", "0", "--in", "1h")
-    assert "waits for its time" in forq.ctl("why", "asked", later)
+    assert "is scheduled for" in forq.ctl("why", "asked", later)
     forq.ctl("pause", "asked")
     assert "paused" in forq.ctl("why", "asked", second)
     assert forq.run_ctl("why", "asked", "nothing").returncode == 4

@@ -109,7 +109,7 @@ def test_a_restart_whose_handler_cannot_be_imported_keeps_the_old_process(
     first, *trace, last = done.stderr.splitlines()
     assert first.startswith(f"forqctl: queue '{name}' is not restarted: handler '{changed.name}:")
     assert f"NameError: name 'rat' is not defined ({changed.file}, line 3)" in first
-    assert first.endswith(f"; its old process goes on (pid {old})")
+    assert first.endswith(f"; its old process keeps running (pid {old})")
     check_traceback("\n".join(trace), changed.file)
     assert last == f"forqctl: fix it, then run: forqctl restart {name}"
     assert len(pids(forq, name)) == 2, "nothing is left of the new processes"

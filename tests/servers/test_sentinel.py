@@ -44,7 +44,7 @@ def test_the_master_is_found_also_with_sentinels_that_are_away(setting: tuple[Pa
     link.call("SET", "x", "1")
     assert Link(f"redis://127.0.0.1:{pair.master.port}/2").call("GET", "x") == b"1"
     with pytest.raises(
-        RedisUnavailable, match=r"no sentinel leads to a master 'other' \(.*it knows no master with that"
+        RedisUnavailable, match=r"no sentinel found a working master 'other' \(.*it knows no master with that"
     ):
         Link(f"redis+sentinel://127.0.0.1:{sentinels.ports[0]}/other").call("PING")
 

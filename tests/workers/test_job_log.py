@@ -126,7 +126,7 @@ def test_a_job_that_asks_to_be_tried_later_is_no_failure(listen: Listen, caplog:
         JobLog().log_failure(failed(later), OVER)
     asked, over = seen.records
     assert (asked.levelname, asked.exc_info) == ("INFO", None)
-    assert asked.getMessage().startswith("job asked to be tried again: attempt 2 of 4, retry in 4 s ")
+    assert asked.getMessage().startswith("job requested a retry: attempt 2 of 4, retry in 4 s ")
     assert (over.levelname, over.exc_info is not None) == ("ERROR", True), "its attempts are used up"
 
 

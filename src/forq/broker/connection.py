@@ -190,7 +190,7 @@ def open_master(address: Address, name: str, connect_timeout_seconds: float, tim
             return _open_if_master(address.server_url(*master), name, connect_timeout_seconds, timeout_seconds)
         except OSError as exc:
             errors.append(f"{host}:{port}: {named}{exc}")
-    raise ConnectionError(f"no sentinel leads to a master {address.master!r} ({'; '.join(errors)})")
+    raise ConnectionError(f"no sentinel found a working master {address.master!r} ({'; '.join(errors)})")
 
 
 def _query_sentinel(address: Address, host: str, port: int, name: str) -> tuple[str, int]:

@@ -76,13 +76,13 @@ def jobs_with_tokens(every_data: Iterable[Any], tokens: Iterable[str]) -> Iterat
     for data, token in zip_longest(every_data, tokens, fillvalue=_MISSING):
         if data is _MISSING or token is _MISSING:
             fewer, more = ("jobs", "tokens") if data is _MISSING else ("tokens", "jobs")
-            raise UsageError(f"there are fewer {fewer} than {more}: each job needs a token of its own")
+            raise UsageError(f"there are fewer {fewer} than {more}: each job needs its own token")
         yield NewJob(new_id(), DEFAULT_PRIORITY, pack_body(data, None, None, trace), check_job_id(token, "token"), "")
 
 
 def _run_at_argument(run_at: datetime | float | None, run_in: timedelta | float | None) -> str:
     if run_at is not None and run_in is not None:
-        raise UsageError("run_at and run_in cannot be given both")
+        raise UsageError("give run_at or run_in, not both")
     if run_in is not None:
         seconds = run_in.total_seconds() if isinstance(run_in, timedelta) else run_in
         return f"+{_milliseconds(seconds, 'run_in', run_in)}"

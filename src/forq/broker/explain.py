@@ -1,4 +1,4 @@
-"""Explanations in one sentence: why a job is not running, and what became of a job that the queue no longer has."""
+"""Explanations in one sentence: why a job is not running, and how a job that the queue no longer has ended."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,7 +70,7 @@ def _reason(link: Link, prefix: str, inspector: Inspector, job: dict[str, Any]) 
     if counts.paused:
         return f"its queue is paused; `forqctl resume {name}` resumes it"
     if state == "scheduled":
-        return f"it waits for its time, {show_time(job['run_at'])}{_last_attempt(job)}"
+        return f"it is scheduled for {show_time(job['run_at'])}{_last_attempt(job)}"
     if state == "retry":
         return (
             f"it has used up its retries and waits in the retry lane until no other job waits ({counts.waiting} wait)"
@@ -150,7 +150,7 @@ def _error(error: Any) -> str:
 
 @dataclass(frozen=True, slots=True)
 class JournalTrace:
-    """What the journal knows about a job.
+    """The last events about a job in the journal.
 
     `end`: the last event about it; `later`: what happened to it after its death. `whole`: the journal was complete;
     otherwise it was read back to `since_us`.
@@ -229,7 +229,7 @@ def _not_found(trace: JournalTrace, job_id: str, advice: str, name: str, *, jour
         known = "its journal is empty"
     else:
         known = f"its journal does not mention it since {show_time(trace.since_us / 1e6)}, as far as it was read"
-    return f"has no job {job_id!r}: it never had, or the job has ended{advice}; {known}"
+    return f"has no job {job_id!r}: it never existed, or has ended{advice}; {known}"
 
 
 def _what_became(trace: JournalTrace, advice: str) -> str:
@@ -250,7 +250,7 @@ def _what_became(trace: JournalTrace, advice: str) -> str:
         case "dead" | "failing":
             return f"it failed for good at {when}, and {forgotten or 'is not kept any more (dead_ttl, dead_max)'}"
         case _:
-            return f"its last event in the journal is {end.verb!r}, at {when}, and there is no record of it now"
+            return f"its last event in the journal is {end.verb!r}, at {when}, and it has no record now"
 
 
 def _forgotten(later: Event) -> str:

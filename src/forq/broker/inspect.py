@@ -116,7 +116,7 @@ class Inspector:
         except UnknownJob:
             why = why_not_kept(self._link, self._base, self.name)
             raise UnknownJob(
-                f"queue {self.name!r} has no job {job_id!r}: it never had, or the job has ended and is not kept: {why}"
+                f"queue {self.name!r} has no job {job_id!r}: it never existed, or has ended and is not kept: {why}"
             ) from None
 
     def _ended(self, job_id: str, packed: bytes | None) -> dict[str, Any]:

@@ -11,7 +11,7 @@ An event is a verb, a fence (0 where none applies) and its subjects. The last ve
     updated 0 ID                      the same
     scheduled 0 ID DUE_MS             ready, until then
     promoted 0 ID ID …                ready, waiting
-    blocked 0 ID                      (an enqueue of it waits behind the active job; several merge into one)
+    blocked 0 ID                      (an enqueue of it waits behind the active job; several are combined)
     unblocked 0 ID ID …               ready: the blocked enqueue is now a job (the other has ended)
     merged 0 ID                       (the blocked enqueue has updated the active job; `retried` or `returned` follows)
     withdrawn 0 ID                    (the blocked enqueue was cancelled)

@@ -16,7 +16,7 @@ QUEUE_KEYS = (
     "jobs",  # hash: id -> record, live jobs only
     "active",  # hash: id -> WORKER:FENCE of the worker that runs it
     "progress",  # hash: id -> FRACTION MS TEXT, of active jobs that report progress
-    "blocked",  # hash: id -> the merged enqueues of an active id
+    "blocked",  # hash: id -> the enqueues of an active id, combined into one
     "stale",  # hash: PRIORITY:ID -> number of hints to ignore; swept -> number of hints in all :swept lists
     "scheduled",  # zset: ids by due time (ms, with a sequence in the fraction)
     "retry",  # list: hints of jobs in the retry lane
@@ -28,7 +28,7 @@ QUEUE_KEYS = (
     "awaiting",  # zset: ID ARRIVAL AWAITER of awaiters that can get a lease, in that order; expires
     "awaiter:A",  # list: this awaiter's lease, notification, or last acknowledged item; expires
     "leases",  # zset: leased items, by the time (ms) at which they go back
-    "accepted",  # zset: jobs that external workers have accepted, by the time (ms) of their last sign of life
+    "accepted",  # zset: jobs that external workers have accepted, by the time (ms) of the last message about them
     "workers",  # zset: external workers by the time (ms) they were last seen
     "expiries",  # zset: items by the time (ms) at which they expire
     "done",  # zset: done jobs that are kept, by the time they ended (ms)

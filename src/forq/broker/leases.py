@@ -193,7 +193,7 @@ class ExternalJobs:
         return found
 
     def _held(self, zset: str) -> Iterator[tuple[str, str, float, float | None, bytes | None]]:
-        """The jobs of a set that a worker holds: id, worker, held since, last sign of life (ms), packed progress."""
+        """The jobs of a set that a worker holds: id, worker, held since, last message (ms), packed progress."""
         for chunk in _chunks(self._scored(zset)):
             ids = [job_id for job_id, _ in chunk]
             owners, accepted, progress = self._link.pipeline(

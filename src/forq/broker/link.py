@@ -311,7 +311,7 @@ class Link:
             return BackPressure(f"Redis at {self.shown_url} is out of memory: {text}")
         if text.startswith(_TEMPORARY_ERRORS):
             self.close()
-            return RedisUnavailable(f"Redis at {self.shown_url} cannot serve now: {text}")
+            return RedisUnavailable(f"Redis at {self.shown_url} cannot serve requests now: {text}")
         if text.startswith("MOVED "):
             _, slot, place = text.split(" ")
             host, _, port = place.rpartition(":")

@@ -30,7 +30,7 @@ PURGE_CHUNKS = 20
 CREATE_TRIES = 10
 _DELETING = b"deleting"
 
-# A job that a deletion dropped, as the failed log shows it.
+# A job dropped by a deletion, as a line of the failed log.
 Dropped = dict[str, object]
 
 
@@ -67,9 +67,9 @@ class Registry:
         """The queues of shared modes that are not in `served`, with their modes."""
         found = {name: mode for name, mode in self.names().items() if mode in SHARED_MODES and name not in served}
         # A queue that is just being created or deleted may have an entry only.
-        asked = [("EXISTS", f"{queue_base(self._prefix, name)}:options") for name in found]
-        there = self._link.pipeline(asked) if asked else []
-        return {name: mode for (name, mode), exists in zip(found.items(), there, strict=True) if exists}
+        commands = [("EXISTS", f"{queue_base(self._prefix, name)}:options") for name in found]
+        replies = self._link.pipeline(commands) if commands else []
+        return {name: mode for (name, mode), exists in zip(found.items(), replies, strict=True) if exists}
 
     def queues_without_supervisor(self, served: Collection[str]) -> list[str]:
         """The queues of mode work that are not in `served` and have no supervisor with a current heartbeat."""
@@ -77,8 +77,8 @@ class Registry:
         if not others:
             return []
         now = now_ms(self._link, self._key)
-        asked = [("ZCOUNT", f"{queue_base(self._prefix, name)}:processors", now, "+inf") for name in others]
-        return [name for name, alive in zip(others, self._link.pipeline(asked), strict=True) if not alive]
+        commands = [("ZCOUNT", f"{queue_base(self._prefix, name)}:processors", now, "+inf") for name in others]
+        return [name for name, alive in zip(others, self._link.pipeline(commands), strict=True) if not alive]
 
     def create(
         self,

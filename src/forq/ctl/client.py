@@ -130,7 +130,7 @@ def connect(args: Namespace) -> ControlClient:
 
     path = control_socket()
     others = [candidate for candidate in control_socket_candidates() if candidate != path]
-    return ControlClient(path, timeout_seconds, f" (nor {', '.join(others)})" if others else "")
+    return ControlClient(path, timeout_seconds, f" (also tried {', '.join(others)})" if others else "")
 
 
 def wait_for_answer(

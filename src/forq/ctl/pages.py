@@ -85,7 +85,7 @@ def _pad(text: str, width: int, right: bool) -> str:
     return " " * (width - length) + text if right else text + " " * (width - length)
 
 
-OVERVIEW_HELP = "q quit  ↑↓ move  enter look  p pause  r resume  s sort: {}"
+OVERVIEW_HELP = "q quit  ↑↓ move  enter open  p pause  r resume  s sort: {}"
 QUEUES: tuple[Column[QueueRow], ...] = (
     Column("QUEUE", 0, lambda row: row.name, min_width=10, max_width=32, right=False),
     Column("STATE", 1, lambda row: row.state, right=False, style=lambda row: COLOURS.get(row.state, "")),

@@ -127,9 +127,9 @@ class Screen:
         page = self._queue or self._overview
         room = max(1, height - 2)
         body = [Text("waiting for the supervisor …")] if self._status is None else page.lines(self._status, width, room)
-        said = self._message_line(page, time.monotonic())
+        message = self._message_line(page, time.monotonic())
         blank = [Text("")] * (room - len(body))
-        lines = [*body[:room], *blank, said, Text(page.help(), style="dim")][:height]
+        lines = [*body[:room], *blank, message, Text(page.help(), style="dim")][:height]
         for line in lines:
             line.truncate(width, overflow="ellipsis")
         return lines

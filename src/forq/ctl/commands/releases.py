@@ -124,6 +124,6 @@ def _acknowledge(client: ControlClient, name: str, item: dict[str, Any]) -> None
 
 
 def _print_item(args: Namespace, item: dict[str, Any], fields: tuple[str, ...]) -> int:
-    who = [item["id"], str(item["fence"]), item["awaiter"]] if "fence" in fields else [item["id"]]
-    text = " ".join([printable(" ".join(who)), as_json(item["data"])])
+    words = [item["id"], str(item["fence"]), item["awaiter"]] if "fence" in fields else [item["id"]]
+    text = f"{printable(' '.join(words))} {as_json(item['data'])}"
     return print_result(args, {field: item[field] for field in fields}, text)
