@@ -358,12 +358,14 @@ def test_a_hint_that_is_there_twice_is_once_in_a_batch(queue: OneQueue) -> None:
     assert queue.worker().turn(want=3) == ["a", "b"]
 
 
-def test_fences_go_on_growing_while_the_clock_is_behind(queue: OneQueue) -> None:
-    queue.enqueue("a", "b", "c")
-    worker = queue.worker()
-    queue.redis.hset(queue.key("counts"), "fence", 5 * 10**15)
-    fences: list[int] = []
-    for _ in range(3):
-        worker.turn(want=1, keep=len(fences))
-        fences.append(int(worker.fence))
-    assert fences == [5 * 10**15 + 1, 5 * 10**15 + 2, 5 * 10**15 + 3]
+@pytest.mark.parametrize("journal", [1, 0])
+def test_fences_go_on_growing_while_the_clock_is_behind(redis_url: str, journal: int) -> None:
+    with one_queue(redis_url, journal=journal) as queue:
+        queue.enqueue("a", "b", "c")
+        worker = queue.worker()
+        queue.redis.hset(queue.key("counts"), "fence", 5 * 10**15)
+        fences: list[int] = []
+        for _ in range(3):
+            worker.turn(want=1, keep=len(fences))
+            fences.append(int(worker.fence))
+        assert fences == [5 * 10**15 + 1, 5 * 10**15 + 2, 5 * 10**15 + 3]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from forq.broker.journal import entry_hash
+from forq.broker.journal import entry_hash, unpack_entry
 from forq.broker.keys import events_key, watermarks_key
 from forq.broker.link import Link
 from forq.broker.recovery import Heartbeat
@@ -19,7 +19,7 @@ def entry_ids(queue: OneQueue) -> list[str]:
 
 
 def sequences(queue: OneQueue) -> list[int]:
-    return [int(fields[b"s"]) for fields in queue.entries()]
+    return [unpack_entry(fields).sequence for fields in queue.entries()]
 
 
 def replayed(queue: OneQueue) -> Replay:

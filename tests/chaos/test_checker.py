@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from forq.broker.journal import read_entry
+from forq.broker.journal import read_entry, unpack_entry
 from forq.broker.keys import fail_queue
 from tests.chaos.checker import violations
 from tests.chaos.evidence import Evidence, QueueEnd
@@ -30,7 +30,7 @@ def queue_end(name: str, told: list[str], **more: Any) -> QueueEnd:
     chain, entries = Replay(), []
     for text in told:
         entry = chain.next_entry(9, text)
-        chain.epoch, chain.sequence, chain.hash = 9, chain.sequence + 1, entry[b"h"].decode()
+        chain.epoch, chain.sequence, chain.hash = 9, chain.sequence + 1, unpack_entry(entry).hash
         entries.append(entry)
     events = [event for entry in entries for event in read_entry(entry, name)]
     return QueueEnd(name, entries, events, **more)

@@ -124,7 +124,8 @@ def _values(redis: Any, key: bytes, kind: str) -> Iterator[str]:
             yield from (f"{_text(member)} at {score:.0f}" for member, score in members)
         case "stream":
             for _, fields in redis.xrange(key):
-                yield " | ".join(f"{_text(name)} {_text(value)}" for name, value in fields.items())
+                lines = (f"{name.decode()} {value.decode()}" for name, value in fields.items())
+                yield " | ".join(lines).replace("\n", " | ")
 
 
 def _text(raw: bytes) -> str:

@@ -14,7 +14,7 @@ import pyarrow.parquet as pq
 import redis
 from pyspark.sql import DataFrame, SparkSession
 
-from forq.broker.journal import SCHEMA, Event, entry_hash, read_entry
+from forq.broker.journal import Entry, Event, entry_hash, pack_entry, read_entry
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.pipeline.audit.redis_state import JobLocation, QueueState, RedisState
 from forq.pipeline.schema import EVENTS_ARROW
@@ -24,7 +24,7 @@ LATER_US = 1_000_000_000_000
 
 
 @dataclass(frozen=True)
-class Entry:
+class WrittenEntry:
     queue: str
     epoch: int
     time_us: int
@@ -40,7 +40,7 @@ class JournalWriter:
     """Writes the entries of several queues, with one clock."""
 
     def __init__(self) -> None:
-        self.entries: list[Entry] = []
+        self.entries: list[WrittenEntry] = []
         self.now_us = 1_000_000
         self._epochs: dict[str, int] = {}
 
@@ -49,11 +49,11 @@ class JournalWriter:
         self.write(queue, f"created 0 {self.now_us}", actor="-")
 
     def write(self, queue: str, *lines: str, actor: str = "w1") -> None:
-        self.entries.append(Entry(queue, self._epochs[queue], self.now_us, "\n".join(lines), actor))
+        self.entries.append(WrittenEntry(queue, self._epochs[queue], self.now_us, "\n".join(lines), actor))
         self.now_us += STEP_US
 
 
-def rows_of(entries: Iterable[Entry]) -> list[Event]:
+def rows_of(entries: Iterable[WrittenEntry]) -> list[Event]:
     """The rows of these entries, numbered and chained."""
     last: dict[tuple[str, int], tuple[int, str]] = {}
     rows: list[Event] = []
@@ -62,13 +62,9 @@ def rows_of(entries: Iterable[Entry]) -> list[Event]:
         sequence += 1
         hashed = entry_hash(previous, entry.epoch, sequence, entry.time_us, entry.actor, entry.text)
         last[entry.queue, entry.epoch] = sequence, hashed
-        values = (SCHEMA, entry.epoch, sequence, entry.time_us, entry.actor, entry.text, hashed)
-        fields = {name: str(value).encode() for name, value in zip(_FIELDS, values, strict=True)}
+        fields = pack_entry(Entry(entry.epoch, sequence, entry.time_us, entry.actor, hashed, entry.text))
         rows += read_entry(fields, entry.queue)
     return rows
-
-
-_FIELDS = (b"v", b"q", b"s", b"t", b"a", b"e", b"h")
 
 
 def rows_on_server(url: str, *queues: str) -> list[Event]:
@@ -143,7 +139,7 @@ def merged_redis_states(each: Sequence[RedisState]) -> RedisState:
     return RedisState(LATER_US, queues, locations)
 
 
-def sample_history() -> tuple[list[Entry], RedisState]:
+def sample_history() -> tuple[list[WrittenEntry], RedisState]:
     """Queues with every kind of event, and the state of Redis at the end."""
     journal = JournalWriter()
     write = journal.write
@@ -227,7 +223,7 @@ def _write_release_queue(journal: JournalWriter) -> None:
     write("r", "promoted 0 o", "claimed 304 2 o", "dead 304 o - 0 NotAwaited", actor="p1")
 
 
-def _held(entries: list[Entry]) -> RedisState:
+def _held(entries: list[WrittenEntry]) -> RedisState:
     locations: list[tuple[str, str, str, int | None]] = [
         *(("q", job, "record", None) for job in "hjkli"),
         ("q", "l", "scheduled", None),

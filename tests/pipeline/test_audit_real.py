@@ -14,7 +14,7 @@ import redis
 from pyspark.errors import PySparkException
 from pyspark.sql import SparkSession
 
-from forq.broker.journal import VERBS
+from forq.broker.journal import VERBS, unpack_entry
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.errors import UnknownQueue, UsageError
 from forq.pipeline.audit import run
@@ -125,7 +125,7 @@ def test_a_lost_record_is_a_violation_and_a_trimmed_journal_is_a_gap(
 
         client.hset(f"{base}:jobs", job, record)
         client.xtrim(f"{base}:events", maxlen=20, approximate=False)
-        first = int(client.xrange(f"{base}:events", count=1)[0][1][b"s"])
+        first = unpack_entry(client.xrange(f"{base}:events", count=1)[0][1]).sequence
     code, text = run_audit(redis_url, tmp_path, capsys)
     assert code == GAPS
     assert f"gap, chain: queue busy: entries 1 to {first - 1} are missing" in text.splitlines()

@@ -223,7 +223,7 @@ def test_a_second_ingest_of_one_history_is_refused(spark: SparkSession, queue: O
 
 
 def test_an_error_inside_spark_is_reported_in_one_line(spark: SparkSession, queue: OneQueue, tmp_path: Path) -> None:
-    queue.redis.xadd(queue.key("events"), {"v": "3", "e": "what is this"})
+    queue.redis.xadd(queue.key("events"), {"v4": "what is this"})
     with pytest.raises(ForqError, match=r"^queue 'q', entry \S+: a journal entry cannot be read"):
         Ingest(spark, str(tmp_path), queue.url).run(None)
 

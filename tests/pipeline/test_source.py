@@ -153,7 +153,7 @@ def test_a_server_that_lost_entries_is_an_error(spark: SparkSession, queue: OneQ
 
 
 def test_the_error_names_an_unreadable_entry(spark: SparkSession, queue: OneQueue) -> None:
-    entry = queue.redis.xadd(queue.key("events"), {"v": "3", "e": "what is this"}).decode()
+    entry = queue.redis.xadd(queue.key("events"), {"v4": "what is this"}).decode()
     queue.enqueue("a")
     with pytest.raises(PySparkException, match=f"queue 'q', entry {entry}: "):
         read(spark, queue).collect()

@@ -30,7 +30,7 @@ _MISSING = object()
 
 
 class NewJob(NamedTuple):
-    """A checked job, with the fields in the order of enqueue.lua's arguments."""
+    """A checked job."""
 
     id: str
     priority: int
@@ -110,9 +110,8 @@ class Update(NamedTuple):
     update_run_at: bool | str = True
     reset_counts: bool | None = None
 
-    def arguments(self) -> tuple[str, int, str, int]:
-        if self == DEFAULT_UPDATE:
-            return _DEFAULT_ARGUMENTS
+    def policy(self) -> str:
+        """The policy as enqueue.lua reads it."""
         if self.if_exists not in ("update", "skip", "refuse"):
             raise UsageError(f"if_exists {shown(self.if_exists)} is not allowed: 'update', 'skip' or 'refuse'")
         if self.update_run_at not in (True, False, "if_later", "if_earlier"):
@@ -121,12 +120,13 @@ class Update(NamedTuple):
             )
         run_at = self.update_run_at if isinstance(self.update_run_at, str) else str(self.update_run_at).lower()
         reset = self.update_data if self.reset_counts is None else self.reset_counts
-        return self.if_exists, int(self.update_data), run_at, int(reset)
+        return f"{self.if_exists} {self.update_data:d} {run_at} {reset:d}"
 
 
 DEFAULT_UPDATE = Update()
-_DEFAULT_ARGUMENTS = ("update", 1, "true", 1)
-_LEAVE_ARGUMENTS = ("leave", 0, "false", 0)
+_DEFAULT_POLICY = DEFAULT_UPDATE.policy()
+# Leaves out jobs with a known id.
+_LEAVE_POLICY = "leave 0 false 0"
 
 
 class Restored(NamedTuple):
@@ -144,6 +144,7 @@ class Producer:
         self.name = check_queue_name(name)
         self.link = link
         self._base = queue_base(prefix, name)
+        self._script = script("enqueue")
 
     def enqueue(self, jobs: list[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None) -> list[str]:
         """Stores all of `jobs` or none; returns their ids.
@@ -151,7 +152,8 @@ class Producer:
         With durable="replica" it returns once a replica has the jobs. Without a replica it sends nothing (NoReplica).
         If no replica acknowledges in time, it raises OutcomeUnknown: the jobs are lost if the master is lost now.
         """
-        policy, on_replica = update.arguments(), check_durable(durable)
+        policy = _DEFAULT_POLICY if update is DEFAULT_UPDATE else update.policy()
+        on_replica = durable is not None and check_durable(durable)
         if not jobs:
             return []
         if on_replica:
@@ -160,8 +162,9 @@ class Producer:
         if on_replica:
             _wait_for_replica(self.link, self._base)
         ids = [job.id for job in jobs]
-        for number, stored_id in _read_stored(reply):
-            ids[number - 1] = stored_id
+        if len(reply) > 1:
+            for number, stored_id in _read_stored(reply):
+                ids[number - 1] = stored_id
         return ids
 
     def enqueue_many(
@@ -185,18 +188,18 @@ class Producer:
         """
         stored, known, skipped, offset = 0, 0, [], 0
         for chunk in chunks(jobs):
-            reply = self._store(chunk, _LEAVE_ARGUMENTS)
+            reply = self._store(chunk, _LEAVE_POLICY)
             skipped += [offset + number - 1 for number, stored_id in _read_stored(reply) if not stored_id]
             known += sum(1 for _, stored_id in _read_stored(reply) if stored_id)
             offset += len(chunk)
             stored = offset - known - len(skipped)
         return Restored(stored, known, skipped)
 
-    def _store(self, jobs: list[NewJob], policy: tuple[str, int, str, int]) -> list[Any]:
-        args: list[Any] = [PROTOCOL, *policy, len(jobs)]
-        for job in jobs:
-            args += job
-        reply = self.link.run(script("enqueue"), self._base, *args)
+    def _store(self, jobs: list[NewJob], policy: str) -> list[Any]:
+        args: list[Any] = []
+        for job_id, priority, body, token, run_at in jobs:
+            args += (job_id, f"{priority} {run_at} {token}" if token or run_at else priority, body)
+        reply = self.link.run(self._script, self._base, PROTOCOL, policy, *args)
         if reply[0] != OK:
             raise error_for(self.name, reply)
         return reply

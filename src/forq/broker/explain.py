@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forq.broker.inspect import Counts, Inspector
-from forq.broker.journal import Event, read_entry
+from forq.broker.journal import Entry, Event, read_entry, unpack_entry
 from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
 from forq.broker.link import READ_BYTES, Link
 from forq.broker.registry import now_ms
@@ -178,7 +178,6 @@ def unknown_job(link: Link, prefix: str, name: str, job_id: str) -> UnknownJob:
 
 def last_trace(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bool) -> JournalTrace:
     """Reads the journal backwards from its end."""
-    needle = job_id.encode()
     later: Event | None = None
     expected, since_us = int(link.call("HGET", f"{base}:counts", "journal_sequence") or 0), None
     first, gaps, before, count, bytes_read, seen = None, False, "+", FIRST_ENTRIES, 0, 0
@@ -187,15 +186,15 @@ def last_trace(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bo
         read = 0
         for _, flat in entries:
             fields = dict(zip(flat[::2], flat[1::2], strict=True))
-            if int(fields.get(b"q", 0)) != epoch:
+            entry = _readable(fields)
+            if entry is None or entry.epoch != epoch:
                 return JournalTrace(None, later, first == 1 and not gaps and journal_on, since_us)
-            number, since_us = int(fields[b"s"]), int(fields[b"t"])
+            number, since_us = entry.sequence, entry.time_us
             # Other clients keep writing: the newest entry may be newer than `expected`.
             gaps = gaps or (number < expected if first is None else number != first - 1)
             first = number
-            text = fields[b"e"]
-            read += len(text)
-            if needle in text:
+            read += len(entry.text)
+            if job_id in entry.text:
                 for event in reversed(_events_of(fields, job_id)):
                     if event.verb in _FORGOTTEN:
                         later = later or event
@@ -206,6 +205,13 @@ def last_trace(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bo
         before, bytes_read, seen = f"({entries[-1][0].decode()}", bytes_read + read, seen + count
         count = max(1, min(MOST_ENTRIES, 4 * count, count * (READ_BYTES // 4) // max(read, 1)))
     return JournalTrace(None, later, False, since_us)
+
+
+def _readable(fields: dict[bytes, bytes]) -> Entry | None:
+    try:
+        return unpack_entry(fields)
+    except InvalidData:
+        return None
 
 
 def _events_of(fields: dict[bytes, bytes], job_id: str) -> list[Event]:

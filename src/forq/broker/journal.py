@@ -1,9 +1,12 @@
 """The journal's schema and its reader. lua/journal.lua writes it.
 
-Each script call writes one stream entry with the fields v (schema version), q (epoch of the queue), s (sequence number,
-from 1 in each epoch, without gaps), t (server time in µs), a (actor: worker, processor or '-'), e (events, one per
-line) and h (hash, see `entry_hash`: it includes the hash of the entry before). If numbers are missing, the entries were
-trimmed, refused by the server, or never written because the journal was off.
+Each script call writes one stream entry with one field. Its name, `v4`, is the schema's version; its value is
+
+    EPOCH SEQUENCE TIME ACTOR HASH '\\n' EVENTS
+
+SEQUENCE counts from 1 in each epoch of the queue, without gaps. TIME is the server's, in µs. ACTOR is a worker, a
+processor or '-'. HASH includes the hash of the entry before (`entry_hash`). EVENTS has one event per line. If numbers
+are missing, the entries were trimmed, refused by the server, or never written because the journal was off.
 
 An event is a verb, a fence (0 where none applies) and its subjects. The last verb about a job gives its state:
 
@@ -49,8 +52,19 @@ from typing import NamedTuple
 
 from forq.errors import InvalidData
 
-SCHEMA = 3
-_SCHEMA = b"3"
+SCHEMA = 4
+_FIELD = b"v4"
+
+
+class Entry(NamedTuple):
+    """One stream entry; `text` has its events."""
+
+    epoch: int
+    sequence: int
+    time_us: int
+    actor: str
+    hash: str
+    text: str
 
 
 class Event(NamedTuple):
@@ -94,7 +108,7 @@ def read_entry(fields: Mapping[bytes, bytes], queue: str = "") -> Iterator[Event
 
     Called for millions of events, so it builds the tuples without calling Event.
     """
-    epoch, number, time, actor, text, hashed = _read_fields(fields)
+    epoch, number, time, actor, hashed, text = unpack_entry(fields)
     new, row = tuple.__new__, Event
     events: list[Event] = []
     for line in text.split("\n"):
@@ -110,19 +124,26 @@ def read_entry(fields: Mapping[bytes, bytes], queue: str = "") -> Iterator[Event
     return iter(events)
 
 
-def _read_fields(fields: Mapping[bytes, bytes]) -> tuple[int, int, int, str, str, str]:
+def unpack_entry(fields: Mapping[bytes, bytes]) -> Entry:
+    """The values of a stream entry; InvalidData if it does not match the schema."""
+    value = fields.get(_FIELD)
+    if value is None:
+        names = b" ".join(fields).decode(errors="replace")
+        raise InvalidData(f"a journal entry has another schema (fields {names!r}); this release reads {SCHEMA}")
     try:
-        version, hashed = fields[b"v"], fields[b"h"].decode("ascii")
-        epoch, sequence, time_us = fields[b"q"], fields[b"s"], fields[b"t"]
-        actor, text = fields[b"a"].decode("ascii"), fields[b"e"].decode("ascii")
-    except (KeyError, UnicodeDecodeError) as exc:
+        head, _, text = value.decode("ascii").partition("\n")
+        epoch, sequence, time_us, actor, hashed = head.split(" ")
+    except ValueError as exc:
         raise InvalidData(f"a journal entry cannot be read: {exc!r}") from exc
-    if version != _SCHEMA:
-        raise InvalidData(f"a journal entry has schema {version!r}; this release reads {SCHEMA}")
     digits = epoch.isdigit() and sequence.isdigit() and time_us.isdigit()
     if not digits or len(epoch) > 18 or len(sequence) > 18 or len(time_us) > 18 or len(hashed) != 40:
         raise InvalidData(f"a journal entry cannot be read: {epoch!r} {sequence!r} {time_us!r} {hashed!r}")
-    return int(epoch), int(sequence), int(time_us), actor, text, hashed
+    return Entry(int(epoch), int(sequence), int(time_us), actor, hashed, text)
+
+
+def pack_entry(entry: Entry) -> dict[bytes, bytes]:
+    """The field of a stream entry, as scripts write it."""
+    return {_FIELD: f"{entry.epoch} {entry.sequence} {entry.time_us} {entry.actor} {entry.hash}\n{entry.text}".encode()}
 
 
 def _read_line(line: str, sequence: int) -> tuple[str, int, Iterator[_Subject] | list[_Subject]]:

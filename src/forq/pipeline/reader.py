@@ -16,7 +16,7 @@ import pyarrow as pa
 
 from forq.broker.dead import read_dead
 from forq.broker.inspect import live_state
-from forq.broker.journal import Event, read_entry
+from forq.broker.journal import Event, read_entry, unpack_entry
 from forq.broker.keys import events_key, fail_queue, queue_base, registry_key, watermarks_key
 from forq.broker.link import Link
 from forq.broker.record import Record, unpack
@@ -188,8 +188,9 @@ def require_queues(url: str, prefix: str) -> list[str]:
 def read_entry_ref(entry: list[Any]) -> EntryRef:
     entry_id, fields = entry[0].decode(), dict(zip(entry[1][::2], entry[1][1::2], strict=True))
     try:
-        return EntryRef(entry_id, int(fields[b"q"]), int(fields[b"s"]))
-    except (KeyError, ValueError):
+        found = unpack_entry(fields)
+        return EntryRef(entry_id, found.epoch, found.sequence)
+    except InvalidData:
         # Only ranges become inexact. Reading the entry raises the error.
         return EntryRef(entry_id, 0, 0)
 

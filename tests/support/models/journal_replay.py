@@ -5,7 +5,7 @@ It knows nothing of the queue but the journal, and checks that the entries form 
 
 from collections.abc import Iterable, Mapping
 
-from forq.broker.journal import SCHEMA, Event, entry_hash, read_entry
+from forq.broker.journal import Entry, Event, entry_hash, pack_entry, read_entry
 
 
 class ImpossibleEvent(Exception):
@@ -56,10 +56,9 @@ class Replay:
 
     def next_entry(self, epoch: int, text: str) -> dict[bytes, bytes]:
         """Builds an entry that continues the chain, with any text."""
-        said = (epoch, self.sequence + 1, 1_790_000_000_000_000, "-", text)
-        epoch_, sequence, time_us, actor, events = (str(part).encode() for part in said)
-        fields = {b"v": str(SCHEMA).encode(), b"q": epoch_, b"s": sequence, b"t": time_us, b"a": actor, b"e": events}
-        return fields | {b"h": entry_hash(self.hash, *said).encode()}
+        sequence, time_us, actor = self.sequence + 1, 1_790_000_000_000_000, "-"
+        hashed = entry_hash(self.hash, epoch, sequence, time_us, actor, text)
+        return pack_entry(Entry(epoch, sequence, time_us, actor, hashed, text))
 
     def _check_chain(self, first: Event) -> None:
         if first.epoch != self.epoch:

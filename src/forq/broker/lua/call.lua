@@ -114,9 +114,10 @@ local function open(keys, args)
   end
   cached_keys, parent = cached.keys, cached.parent
 
+  -- Arithmetic converts text to numbers at a fraction of the cost of tonumber, and % is cheaper than math.floor.
   local now = redis.call('TIME')
-  now_us = tonumber(now[1]) * 1000000 + tonumber(now[2])
-  now_ms = math.floor(now_us / 1000)
+  now_us = now[1] * 1000000 + now[2]
+  now_ms = (now_us - now_us % 1000) / 1000
 
   -- Pausing does not change the version, so it does not invalidate the cached options.
   local stored = redis.call('HMGET', key('options'), 'epoch', 'version', 'paused')
@@ -125,13 +126,16 @@ local function open(keys, args)
     local all, named = redis.call('HGETALL', key('options')), {}
     for at = 1, #all, 2 do named[all[at]] = all[at + 1] end
     cached.epoch, cached.version, cached.options, cached.numbers = epoch, stored[2], named, {}
+    options, cached_numbers = named, cached.numbers
+    cached.journal_on, cached.journal_max = named.journal == '1', option('journal_max')
+    cached.on_request = named.mode == 'on_request' or named.mode == 'external'
+    cached.rate_count, cached.max_active = option('rate_count'), option('max_active')
+    cached.has_limits = cached.rate_count > 0 or cached.max_active > 0
   end
   options, cached_numbers = cached.options, cached.numbers
-  protocol, mode = options.protocol, options.mode
-  journal_on, journal_max = options.journal == '1', option('journal_max')
-  on_request = mode == 'on_request' or mode == 'external'
-  rate_count, max_active = option('rate_count'), option('max_active')
-  has_limits = rate_count > 0 or max_active > 0
+  protocol, mode, on_request = options.protocol, options.mode, cached.on_request
+  journal_on, journal_max = cached.journal_on, cached.journal_max
+  rate_count, max_active, has_limits = cached.rate_count, cached.max_active, cached.has_limits
 end
 
 -- Starts a call that changes jobs: also reads `counts`.
@@ -139,7 +143,7 @@ local function open_counts(keys, args)
   open(keys, args)
   stored_counts = redis.call('HMGET', key('counts'), 'journal_sequence', 'journal_hash', 'journal_bytes', 'fence',
     'other_hints', 'lane', 'suspect_hints')
-  other_hints, in_lane = tonumber(stored_counts[5] or 0), tonumber(stored_counts[6] or 0)
-  suspect_hints = tonumber(stored_counts[7] or 0)
+  other_hints, in_lane = (stored_counts[5] or 0) + 0, (stored_counts[6] or 0) + 0
+  suspect_hints = (stored_counts[7] or 0) + 0
   other_hints_before, in_lane_before, suspect_hints_before = other_hints, in_lane, suspect_hints
 end

@@ -91,16 +91,16 @@ function blocked.add(id, dispatch)
 end
 
 -- First job in ARGV, and values per job.
-local FIRST, WIDTH = 7, 5
+local FIRST, WIDTH = 3, 3
 
 -- The common call: one new job that may run at once. HSETNX both checks and stores.
 local function store_single(count, max_items, max_data, stored_at)
-  local id, priority, body = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
-  local simple = count == 1 and ARGV[FIRST + 3] == '' and ARGV[FIRST + 4] == '' and mode == 'work'
-  if not simple or max_items > 0 or #body > max_data then return false end
-  if redis.call('HSETNX', key('jobs'), id, 'p' .. priority .. stored_at .. body) == 0 then return false end
+  local id, head, body = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
+  if count > 1 or #head > 1 or mode ~= 'work' or max_items > 0 or #body > max_data then return false end
+  if redis.call('HSETNX', key('jobs'), id, 'p' .. head .. stored_at .. body) == 0 then return false end
   records.note_size(#body, base)
-  hints.push_back(priority, { id })
+  redis.call('RPUSH', pending_key(head), id)
+  hints.count(head, 1)
   journal.note('enqueued 0 ' .. id)
   hints.wake_idle(NOTIFY_AWAITERS)
   journal.write('-')
@@ -110,9 +110,10 @@ end
 -- enqueue: stores jobs as waiting or scheduled; all of them or none. A job with a known id updates the existing one, or
 -- is blocked behind it while that is active.
 -- KEYS[1]  the queue's base
--- ARGV     protocol, what to do with a known id ('update' | 'skip' | 'refuse' | 'leave'), update_data ('1' | '0'),
---          update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), number of jobs, then
---          per job: id, priority, body, token ('' = none), run_at (ms; '+ms' from now; '' = at once)
+-- ARGV     protocol, policy, then per job: id, head, body. Each argument costs time, so:
+--          policy: what to do with a known id ('update' | 'skip' | 'refuse' | 'leave'), update_data ('1' | '0'),
+--          update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), separated by spaces
+--          head: PRIORITY, or PRIORITY ' ' RUN_AT ' ' TOKEN; RUN_AT (ms; '+ms' from now) and TOKEN may be empty
 -- Returns  {OK, index, id, index, id ...}: the jobs (from 1) whose token is known, with the stored id, and those left
 --          out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index};
 --          {TOO_LARGE, index, max_data}
@@ -121,30 +122,36 @@ function verbs.enqueue()
   if not epoch then return { NO_QUEUE } end
   if protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
 
-  local if_exists, count = ARGV[2], tonumber(ARGV[6])
+  local count = (#ARGV - FIRST + 1) / WIDTH
   local max_items, max_data, dedup_ttl_ms = option('max_items'), option('max_data'), option('dedup_ttl_ms')
 
-  local stored_at = string.format(' %d\n', now_ms)
+  local stored_at = ' ' .. now_ms .. '\n'
 
   if store_single(count, max_items, max_data, stored_at) then return { OK } end
+
+  local if_exists, update_data, update_run_at, reset = string.match(ARGV[2], '^(%l+) (%d) ([%l_]+) (%d)$')
 
   local function token_key(token)
     return key_of('token', epoch .. ':' .. token)
   end
 
+  -- Returns priority, run_at (ms; 0 = at once) and token ('' = none).
+  local function read_head(head)
+    if #head == 1 then return head, 0, '' end
+    local priority, from_now, run_at, token = string.match(head, '^(%d) (%+?)(%d*) (.*)$')
+    return priority, (tonumber(run_at) or 0) + (from_now == '+' and now_ms or 0), token
+  end
+
   local function read_dispatch(at)
-    local run_at = ARGV[at + 4]
-    if run_at == '' then run_at = 0
-    elseif string.sub(run_at, 1, 1) == '+' then run_at = now_ms + tonumber(string.sub(run_at, 2))
-    else run_at = tonumber(run_at) end
+    local priority, run_at = read_head(ARGV[at + 1])
     return {
       id = ARGV[at],
-      priority = ARGV[at + 1],
+      priority = priority,
       body = ARGV[at + 2],
       run_at = run_at,
-      update_data = ARGV[3] == '1',
-      update_run_at = ARGV[4],
-      reset = ARGV[5] == '1',
+      update_data = update_data == '1',
+      update_run_at = update_run_at,
+      reset = reset == '1',
     }
   end
 
@@ -161,7 +168,7 @@ function verbs.enqueue()
   local reply, new, changes, seen, tokens, longest = { OK }, {}, {}, {}, {}, 0
   for i = 1, count do
     local at = FIRST + WIDTH * (i - 1)
-    local id, body, token = ARGV[at], ARGV[at + 2], ARGV[at + 3]
+    local id, body, _, _, token = ARGV[at], ARGV[at + 2], read_head(ARGV[at + 1])
     local stored = token ~= '' and (tokens[token] or redis.call('GET', token_key(token)))
     if #body > max_data then return { TOO_LARGE, i, max_data } end
     if #body > longest then longest = #body end
@@ -207,10 +214,9 @@ function verbs.enqueue()
     if #new == 0 then return end
     local packed, by_priority, stored_ids, later = {}, {}, {}, {}
     for i, at in ipairs(new) do
-      local id, priority = ARGV[at], ARGV[at + 1]
+      local id, priority, run_at = ARGV[at], read_head(ARGV[at + 1])
       packed[2 * i - 1] = id
       stored_ids[i] = id
-      local run_at = ARGV[at + 4] ~= '' and read_dispatch(at).run_at or 0
       packed[2 * i] = (run_at > now_ms and 'd' or 'p') .. priority .. stored_at .. ARGV[at + 2]
       if run_at > now_ms then
         later[#later + 1] = { id, run_at }

@@ -65,23 +65,19 @@ end
 
 -- Must be the last step of a call, even without events: it also stores the counts.
 function journal.write(actor)
-  local bytes, refused = 0, false
-  if #events > 0 and journal_on then
-    local text, time = table.concat(events, '\n'), string.format('%d', now_us)
-    local sequence = string.format('%d', tonumber(stored_counts[1] or 0) + 1)
-    local hash = redis.sha1hex((stored_counts[2] or '') .. '\n' .. epoch .. ' ' .. sequence .. ' ' .. time .. ' '
-      .. actor .. '\n' .. text)
-    -- The call has changed the queue by now and must not fail. A refused entry leaves a gap in the sequence.
-    refused = redis.pcall('XADD', key('events'), '*', 'v', '3', 'q', epoch, 's', sequence, 't', time, 'a', actor,
-      'e', text, 'h', hash).err
-    journal.set_count('journal_sequence', sequence)
-    journal.set_count('journal_hash', hash)
-    if not refused then
-      bytes = tonumber(stored_counts[3] or 0) + #text + ENTRY_BYTES
-      journal.set_count('journal_bytes', bytes)
-    end
+  if #events == 0 or not journal_on then
+    if #new_counts > 0 then redis.call('HSET', key('counts'), unpack(new_counts)) end
+    return
   end
-  if #new_counts > 0 then redis.call('HSET', key('counts'), unpack(new_counts)) end
-  if refused then redis.call('HINCRBY', key('counts'), 'journal_lost', 1) end
-  if bytes > journal_max then journal.trim(true) end
+  local text, sequence = table.concat(events, '\n'), (stored_counts[1] or 0) + 1
+  local head = string.format('%s %.0f %.0f %s', epoch, sequence, now_us, actor)
+  local hash = redis.sha1hex((stored_counts[2] or '') .. '\n' .. head .. '\n' .. text)
+  -- The call has changed the queue by now and must not fail. A refused entry leaves a gap in the sequence. One field
+  -- costs a third less than one per value.
+  local refused = redis.pcall('XADD', key('events'), '*', 'v4', head .. ' ' .. hash .. '\n' .. text).err
+  local bytes = (stored_counts[3] or 0) + (refused and 0 or #text + ENTRY_BYTES)
+  redis.call('HSET', key('counts'), 'journal_sequence', sequence, 'journal_hash', hash, 'journal_bytes', bytes,
+    unpack(new_counts))
+  if refused then redis.call('HINCRBY', key('counts'), 'journal_lost', 1)
+  elseif bytes > journal_max then journal.trim(true) end
 end

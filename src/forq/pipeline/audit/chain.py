@@ -16,7 +16,7 @@ from pyspark.sql import DataFrame, Row, Window
 from pyspark.sql import functions as F
 from pyspark.sql.pandas.functions import ArrowUDFType, arrow_udf
 
-from forq.broker.journal import SCHEMA, read_entry
+from forq.broker.journal import Entry, pack_entry, read_entry
 from forq.errors import InvalidData
 from forq.pipeline.audit.findings import VIOLATION, findings_where, text
 from forq.pipeline.schema import EVENTS
@@ -186,8 +186,7 @@ def _differences(queue: str, epoch: int, sequence: int, rows: list[_Row]) -> lis
     head = dict(zip(_COMPARED, rows[0], strict=True))
     if head["position"] != 0 or head["entry"] is None or head["hash"] is None:
         return [{"job": None, "found": f"entry {sequence} has no text"}]
-    values = (SCHEMA, epoch, sequence, head["time"], head["actor"], head["entry"], head["hash"])
-    fields = {name: str(value).encode() for name, value in zip(_FIELDS, values, strict=True)}
+    fields = pack_entry(Entry(epoch, sequence, head["time"], head["actor"], head["hash"], head["entry"]))
     try:
         expected: list[_Row] = [event[_KEY_WIDTH:] for event in read_entry(fields, queue)]
     except InvalidData as exc:
@@ -196,9 +195,6 @@ def _differences(queue: str, epoch: int, sequence: int, rows: list[_Row]) -> lis
         return []
     wrong = (_difference(sequence, row, right) for row, right in _paired(rows, expected) if row != right)
     return list(islice(wrong, _MAX_DIFFERENCES))
-
-
-_FIELDS = (b"v", b"q", b"s", b"t", b"a", b"e", b"h")
 
 
 def _paired(rows: list[_Row], expected: list[_Row]) -> Iterator[tuple[_Row | None, _Row | None]]:
