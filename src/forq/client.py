@@ -4,7 +4,6 @@
 2. _ResultWait implements Queue.wait, _ReleaseRequest the calls that take items from a queue of a release mode.
 """
 
-import os
 import select
 import threading
 import time
@@ -16,7 +15,16 @@ from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
 from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
-from forq.broker.enqueue import NewJob, PartlyStored, Producer, Update, jobs_with_tokens, new_job, plain_jobs
+from forq.broker.enqueue import (
+    DEFAULT_UPDATE,
+    NewJob,
+    PartlyStored,
+    Producer,
+    Update,
+    jobs_with_tokens,
+    new_job,
+    plain_jobs,
+)
 from forq.broker.inspect import Inspector, Page, State
 from forq.broker.keys import DEFAULT_PRIORITY
 from forq.broker.leases import Lease, LeaseReply, Leases
@@ -139,12 +147,12 @@ class Client:
         self.link().close()
 
     def link(self) -> Link:
-        """This thread's connection."""
-        link: Link | None = getattr(self._local, "link", None)
-        if link is None or self._local.pid != os.getpid():
+        """This thread's connection. In a forked process it connects anew."""
+        try:
+            return self._local.link  # type: ignore[no-any-return]  # attributes of a thread-local have no type
+        except AttributeError:
             link = self._local.link = Link(self.url, name="forq-client")
-            self._local.pid = os.getpid()
-        return link
+            return link
 
 
 class Queue:
@@ -199,7 +207,9 @@ class Queue:
             run_at=run_at,
             run_in=run_in,
         )
-        update = Update(if_exists, update_data, update_run_at, reset_counts)
+        update = DEFAULT_UPDATE
+        if not (if_exists == "update" and update_data is update_run_at is True and reset_counts is None):
+            update = Update(if_exists, update_data, update_run_at, reset_counts)
         return self._producer().enqueue([job], update, durable)[0]
 
     def enqueue_many(

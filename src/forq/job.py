@@ -21,9 +21,9 @@ def current_trace() -> TraceContext | None:
 
     Imports nothing unless the process uses OpenTelemetry: otherwise it costs one dict lookup.
     """
-    tracing = sys.modules.get("opentelemetry.trace")
+    context = sys.modules.get("opentelemetry.context")
     # redis-py imports it wherever it is installed, so most processes have the module but no span.
-    if tracing is None or not tracing.get_current_span().get_span_context().is_valid:
+    if context is None or not context.get_current():
         return None
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

@@ -60,7 +60,8 @@ def new_job(
         check_type(type)
     checked_token = "" if token is None else check_job_id(token, "token")
     body = pack_body(data, identifier, type, current_trace())
-    return NewJob(job_id, priority, body, checked_token, _run_at_argument(run_at, run_in))
+    at = "" if run_at is run_in is None else _run_at_argument(run_at, run_in)
+    return NewJob(job_id, priority, body, checked_token, at)
 
 
 def plain_jobs(every_data: Iterable[Any]) -> Iterator[NewJob]:

@@ -60,11 +60,12 @@ class Link:
 
     def call(self, *args: Any, at: str | None = None) -> Any:
         """Sends one command and returns its reply."""
-        if self._cluster is not None:
-            return self._cluster.call(args, at)
+        return self._call(args) if self._cluster is None else self._cluster.call(args, at)
+
+    def _call(self, command: tuple[Any, ...]) -> Any:
         connection = self._ready()
         try:
-            connection.send(args)
+            connection.send(command)
             answer = connection.receive()
         except OSError as exc:
             self.close()
@@ -83,10 +84,10 @@ class Link:
         if self._cluster is not None:
             return self._cluster.route(base, lambda link: link.run(script, base, *args))
         try:
-            answer: list[Any] = self.call(*self._command(script, base, *args))
+            answer: list[Any] = self._call(self._command(script, base, *args))
         except _ScriptMissing:
             self._load(script)
-            answer = self.call(*self._command(script, base, *args))
+            answer = self._call(self._command(script, base, *args))
         return answer
 
     def run_each(self, script: Script, bases: list[str]) -> list[Any]:
