@@ -92,13 +92,13 @@ def test_a_server_that_forgot_its_scripts_gets_them_again(queue: OneQueue) -> No
 def test_a_script_that_is_forgotten_as_soon_as_it_is_loaded_was_not_run_and_that_is_said(
     queue: OneQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    call = queue.link.call
+    call = queue.link._call
 
-    def forgetful(*args: Any) -> Any:
+    def forgetful(command: tuple[Any, ...]) -> Any:
         queue.redis.function_flush()
-        return call(*args)
+        return call(command)
 
-    monkeypatch.setattr(queue.link, "call", forgetful)
+    monkeypatch.setattr(queue.link, "_call", forgetful)
     with pytest.raises(RedisUnavailable, match="lacks a function"):
         queue.enqueue("a")
     monkeypatch.undo()
