@@ -62,7 +62,7 @@ class WaiterView(TypedDict):
 
 class CapacityView(TypedDict):
     units: int
-    out: int
+    granted: int
     free: int
     holders: list[HolderView]
     waiting: list[WaiterView]
@@ -107,7 +107,7 @@ class Capacity:
 
     def __init__(self, units: int, *, aging_seconds: float, idle: Callable[[Holder], bool]) -> None:
         self.units = units
-        self.out = 0
+        self.granted = 0
         self._aging_seconds = aging_seconds
         self._idle = idle
         self._grants: dict[Holder, _Grant] = {}
@@ -116,7 +116,7 @@ class Capacity:
 
     @property
     def free(self) -> int:
-        return self.units - self.out
+        return self.units - self.granted
 
     def want(self, holder: Holder, units: int, priority: int, now: float) -> list[Instruction]:
         """A worker wants to run jobs. The result contains the answer for it, `go` or `wait`.
@@ -168,7 +168,7 @@ class Capacity:
         """Holders, oldest grant first, and the line."""
         return {
             "units": self.units,
-            "out": self.out,
+            "granted": self.granted,
             "free": self.free,
             "holders": [
                 {
@@ -240,13 +240,13 @@ class Capacity:
 
     def _give(self, waiter: _Waiter, now: float) -> Instruction:
         self._grants[waiter.holder] = _Grant(waiter.holder, waiter.units, waiter.priority, now)
-        self.out += waiter.units
+        self.granted += waiter.units
         return Instruction(waiter.holder, "go")
 
     def _take_back(self, holder: Holder) -> None:
         grant = self._grants.pop(holder, None)
         if grant is not None:
-            self.out -= grant.units
+            self.granted -= grant.units
 
     def _waiting_line(self, now: float) -> list[_Waiter]:
         return sorted(

@@ -91,7 +91,7 @@ def spawn(
     """
 
     def child() -> int:
-        _enter(loop, cgroup, subreaper)
+        _prepare_child(loop, cgroup, subreaper)
         _close_all_except(keep_fds)
         signal.pthread_sigmask(signal.SIG_SETMASK, handled)
         setproctitle(title)
@@ -118,7 +118,7 @@ def exec_program(
     parent = os.getpid()
 
     def child() -> int:
-        _enter(loop, cgroup, subreaper=False)
+        _prepare_child(loop, cgroup, subreaper=False)
         _redirect(stdout_fd, 1)
         _redirect(stderr_fd, 2)
         _close_all_except(keep_fds)
@@ -185,7 +185,7 @@ def _call_and_exit(child: Callable[[], int]) -> NoReturn:
     except SystemExit as exc:
         code = _as_exit_code(exc.code)
     except BaseException:
-        _complain(traceback.format_exc())
+        _write_stderr(traceback.format_exc())
     finally:
         _flush_stdio()
         os._exit(code)
@@ -197,11 +197,11 @@ def _as_exit_code(value: object) -> int:
         return 0
     if isinstance(value, int):
         return value if 0 <= value <= 255 else value & 0xFF or 1
-    _complain(f"{value}\n")
+    _write_stderr(f"{value}\n")
     return 1
 
 
-def _enter(loop: Loop | None, cgroup: Cgroup | None, subreaper: bool) -> None:
+def _prepare_child(loop: Loop | None, cgroup: Cgroup | None, subreaper: bool) -> None:
     if cgroup is not None:
         cgroup.join(0)
     if loop is not None:
@@ -234,11 +234,11 @@ def _exec(argv: list[str], env: Mapping[str, str]) -> int:
     try:
         os.execve(argv[0], argv, env)
     except OSError as exc:
-        _complain(f"forq: cannot run {argv[0]}: {exc.strerror}\n")
+        _write_stderr(f"forq: cannot run {argv[0]}: {exc.strerror}\n")
     return CANNOT_EXEC
 
 
-def _complain(text: str) -> None:
+def _write_stderr(text: str) -> None:
     """Writes to descriptor 2 without blocking: the stream may be replaced or closed, and an exiting process must not
     wait for a reader."""
     with suppress(OSError):
@@ -540,7 +540,7 @@ class Child:
             self._on_invalid(cause)
         self._ignoring = True
         self._leash.lines.clear()
-        self._leash.read(False)
+        self._leash.set_reading(False)
         self.kill()
 
     def _fork(
@@ -593,14 +593,14 @@ class Child:
     def _handle_lines(self) -> None:
         """Handles the received lines, a part in each pass of the loop; reads more only when all are handled."""
         if self._handle_some_lines() and not self.ended:
-            self._leash.read(False)
+            self._leash.set_reading(False)
             self._children.loop.call_later(0.0, self._resume_handling)
 
     def _resume_handling(self) -> None:
         if self.ended or self._ignoring:
             # The rest is handled by _drain_leash, or discarded.
             return
-        self._leash.read(True)
+        self._leash.set_reading(True)
         self._handle_lines()
 
     def _handle_some_lines(self) -> bool:
@@ -645,7 +645,7 @@ class Child:
 
     def _tree_gone(self, ended: Exit, survivors: frozenset[int]) -> None:
         self.survivors = survivors
-        self._leash.read(False)
+        self._leash.set_reading(False)
         self._drain_leash(ended, 0)
 
     def _drain_leash(self, ended: Exit, drained_bytes: int) -> None:

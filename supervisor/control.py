@@ -232,11 +232,11 @@ class Connection:
             self._half_line_timer = None
 
     def _start_reading(self) -> None:
-        self._io.read(True)
+        self._io.set_reading(True)
         self._loop.on_hangup(self._io.fileno(), None)
 
     def _stop_reading(self) -> None:
-        self._io.read(False)
+        self._io.set_reading(False)
         self._loop.on_hangup(self._io.fileno(), self.close)
 
     def _hung_up(self) -> bool:
@@ -305,7 +305,7 @@ MAX_CONNECTIONS = 256
 RESERVED_DESCRIPTORS = 24
 # Leash and pidfd of two processes and of their successors while they overlap, and the output pipe.
 DESCRIPTORS_PER_QUEUE = 9
-LISTEN_AGAIN_SECONDS = 5.0
+LISTEN_RETRY_SECONDS = 5.0
 ACCEPTS_PER_PASS = 64
 # Without free descriptors accept fails at once, again and again: leave the clients in the backlog for a while.
 ACCEPT_PAUSE_SECONDS = 0.5
@@ -349,7 +349,7 @@ class ControlServer:
         self._listener = self._listen(path) if listener is None else listener
         self._inode = os.lstat(path).st_ino if listener is None else None
         self._watch = self._watch_directory() if listener is None else None
-        self._again_timer: Timer | None = None
+        self._listen_timer: Timer | None = None
         self._foreign_inode: int | None = None
         # Users without access must not be able to fill the log.
         self._refused = WarningThrottle(log, loop.call_later)
@@ -362,8 +362,8 @@ class ControlServer:
             return
         if self._watch is not None:
             self._watch.close()
-        if self._again_timer is not None:
-            self._again_timer.cancel()
+        if self._listen_timer is not None:
+            self._listen_timer.cancel()
         self._close_listener()
         for connection in list(self._connections):
             connection.close()
@@ -394,9 +394,9 @@ class ControlServer:
 
     def _listen_if_removed(self) -> None:
         """Creates the socket again if its file is gone. Another file in its place is left alone."""
-        if self._again_timer is not None:
-            self._again_timer.cancel()
-            self._again_timer = None
+        if self._listen_timer is not None:
+            self._listen_timer.cancel()
+            self._listen_timer = None
         try:
             found = os.lstat(self.path).st_ino
             if found not in (self._inode, self._foreign_inode):
@@ -412,7 +412,7 @@ class ControlServer:
             listener = self._listen(self.path)
         except ForqError as exc:
             log.error("control socket was removed and cannot be recreated; retrying in 5 s error=%s", exc)
-            self._again_timer = self._loop.call_later(LISTEN_AGAIN_SECONDS, self._listen_if_removed)
+            self._listen_timer = self._loop.call_later(LISTEN_RETRY_SECONDS, self._listen_if_removed)
             return
         log.warning("control socket was removed; recreated it path=%s", self.path)
         # Clients that connected before the file was removed.

@@ -113,7 +113,7 @@ class Successors:
     def _start(self) -> None:
         if self._error is not None:
             return
-        self._timer = self._deps.children.loop.call_later(self._seconds, self._late)
+        self._timer = self._deps.children.loop.call_later(self._seconds, self._import_timed_out)
         try:
             for role in self._roles:
                 self._processes[role] = self._make(role, self)
@@ -121,7 +121,7 @@ class Successors:
             self.end(ForqError(f"cannot start a process for it: {exc}"))
         self._deps.changed()
 
-    def _late(self) -> None:
+    def _import_timed_out(self) -> None:
         """Fails with the stack of the first process that has not imported: it shows where the import hangs."""
         process = next(each for each in self.processes if not each.imported)
 

@@ -22,9 +22,9 @@ FLAPPING_DEATHS = 5
 class Respawn:
     """Delay before a child is respawned. Children are never given up: a flapping one is retried for ever."""
 
-    def __init__(self, chance: random.Random | None = None) -> None:
+    def __init__(self, rng: random.Random | None = None) -> None:
         self._fruitless = 0
-        self._backoff = Backoff(FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS, spread=SPREAD, chance=chance)
+        self._backoff = Backoff(FIRST_DELAY_SECONDS, LONGEST_DELAY_SECONDS, spread=SPREAD, rng=rng)
 
     def delay_after_death(self, lived_seconds: float, *, progressed: bool = False, began: bool = False) -> float:
         """No delay if the child had settled a job (`progressed`); nor for the first deaths if it had begun one."""

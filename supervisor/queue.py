@@ -23,7 +23,7 @@ from forq.supervisor.process import ProcessDeps, ProcessOwner, QueueProcess
 log = logging.getLogger("forq")
 
 # If this many retiring processes of a queue still run jobs, the next successor waits.
-MOST_LEAVING = 32
+MAX_RETIRING = 32
 
 
 class _ProcessEntry:
@@ -70,7 +70,7 @@ class ServedQueue:
         serves = spec.mode not in (ON_REQUEST, EXTERNAL)
         self._entries = [_ProcessEntry(role) for role in ((Role.MAIN, Role.RETRY) if serves else (Role.MAIN,))]
         # Retiring processes that already have a successor and still run jobs.
-        self._leaving: list[QueueProcess] = []
+        self._retiring: list[QueueProcess] = []
         self._helpers = HelperProcesses(
             spec.name, deps, make=self._process, wanted=lambda: self._wanted, gone=self._finish_if_stopped
         )
@@ -78,7 +78,7 @@ class ServedQueue:
         self._when_stopped: list[Callable[[], None]] = []
         self._successors: Successors | None = None
         # The successors have imported their code and wait for the old processes to end.
-        self._start_again = False
+        self._takeover_pending = False
         self._restart_done: Done | None = None
         # Restarts requested during a restart: seconds for the import, callback.
         self._next_restarts: list[tuple[float, Done]] = []
@@ -136,7 +136,7 @@ class ServedQueue:
     @property
     def wanted(self) -> bool:
         """Whether its processes run or will be started."""
-        return self._wanted or self._start_again
+        return self._wanted or self._takeover_pending
 
     @property
     def has_successors(self) -> bool:
@@ -191,7 +191,7 @@ class ServedQueue:
         error = reason or ForqError(f"the processes of queue {self.spec.name!r} were stopped meanwhile")
         if then is not None:
             self._when_stopped.append(then)
-        self._start_again = False
+        self._takeover_pending = False
         waiting, self._next_restarts = self._next_restarts, []
         self._end_restart(error)
         for _, answer in waiting:
@@ -216,7 +216,7 @@ class ServedQueue:
         """Replaces the processes by new ones with the current code of the handler. The old ones keep working until the
         new ones have imported it; if that fails or takes longer than `seconds`, nothing changes. Requests during a
         restart are served by another one afterwards, since the code may have changed again."""
-        if self._successors is not None or self._start_again:
+        if self._successors is not None or self._takeover_pending:
             self._next_restarts.append((seconds, then))
             return
         self._restart_done = then
@@ -260,7 +260,7 @@ class ServedQueue:
         if error is not None:
             self._end_restart(error)
         else:
-            self._start_again = True
+            self._takeover_pending = True
             self._end_entries(now=False)
 
     def _note_import_error(self, error: CannotImport) -> None:
@@ -296,9 +296,11 @@ class ServedQueue:
         """Never called: only successors are held."""
 
     def describe_children(self) -> list[dict[str, Any]]:
-        seated = [_describe(entry.role, entry.process, self._state(entry), entry.restarts) for entry in self._entries]
-        others = (*self._leaving, *self._helpers.processes, *self._successor_processes())
-        return seated + [_describe(process.role, process, process.state(), 0) for process in others]
+        permanent = [
+            _describe(entry.role, entry.process, self._state(entry), entry.restarts) for entry in self._entries
+        ]
+        others = (*self._retiring, *self._helpers.processes, *self._successor_processes())
+        return permanent + [_describe(process.role, process, process.state(), 0) for process in others]
 
     def _state(self, entry: _ProcessEntry) -> str:
         if entry.process is not None:
@@ -332,13 +334,13 @@ class ServedQueue:
         for entry in self._entries:
             if entry.process is process:
                 entry.process = None
-                self._leaving.append(process)
+                self._retiring.append(process)
                 self._fill(entry)
 
     def may_replace_process(self, process: QueueProcess) -> bool:
         """Whether a successor may start while this process still runs jobs. Not if retiring processes already run as
         many jobs as the queue's concurrency."""
-        return sum(each.running() for each in (process, *self._leaving)) < int(self.options.get("concurrency", 1))
+        return sum(each.running() for each in (process, *self._retiring)) < int(self.options.get("concurrency", 1))
 
     def unresponsive_workers(self) -> dict[str, int]:
         """Pids of the idle workers in unresponsive processes, by worker."""
@@ -354,7 +356,7 @@ class ServedQueue:
     def process_ended(self, process: QueueProcess, end: Exit) -> None:
         entry = next((entry for entry in self._entries if entry.process is process), None)
         if entry is None:
-            self._leaving.remove(process)
+            self._retiring.remove(process)
         else:
             entry.process = None
         self._deps.changed()
@@ -376,12 +378,12 @@ class ServedQueue:
         """Starts a process if there is none, unless too many predecessors still run: a handler that keeps requesting
         a new process must not use up the processes of the machine."""
         if self._wanted and entry.process is None and entry.timer is None:
-            if len(self._leaving) < MOST_LEAVING:
+            if len(self._retiring) < MAX_RETIRING:
                 self._spawn(entry)
             else:
                 log.warning(
-                    "too many retiring processes; successor waits queue=%s leaving=%s",
-                    *(self.spec.name, len(self._leaving)),
+                    "too many retiring processes; successor waits queue=%s retiring=%s",
+                    *(self.spec.name, len(self._retiring)),
                 )
 
     def suspects_wait(self, number: int) -> None:
@@ -408,8 +410,8 @@ class ServedQueue:
         return QueueProcess(self.spec, self.options, role, self._deps, owner)
 
     def _processes(self) -> list[QueueProcess]:
-        seated = [entry.process for entry in self._entries if entry.process is not None]
-        return [*seated, *self._leaving, *self._helpers.processes]
+        permanent = [entry.process for entry in self._entries if entry.process is not None]
+        return [*permanent, *self._retiring, *self._helpers.processes]
 
     def _successor_processes(self) -> list[QueueProcess]:
         return [] if self._successors is None else self._successors.processes
@@ -452,8 +454,8 @@ class ServedQueue:
     def _finish_if_stopped(self) -> None:
         if self._wanted or self._processes():
             return
-        if self._start_again:
-            self._start_again = False
+        if self._takeover_pending:
+            self._takeover_pending = False
             for entry in self._entries:
                 entry.respawn.forget()
             answer, self._restart_done = self._restart_done, None

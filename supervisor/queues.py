@@ -29,7 +29,7 @@ from forq.supervisor.statedir import StateDir
 from forq.values import check_queue_name
 
 # A processor evicted more often than this within REJOIN_SECONDS gives up: its heartbeats do not get through.
-MOST_REJOINS = 5
+MAX_REJOINS = 5
 REJOIN_SECONDS = 600.0
 
 log = logging.getLogger("forq")
@@ -409,7 +409,7 @@ class Queues:
             return
         now = self._loop.now()
         self._rejoined = [at for at in self._rejoined if now - at < REJOIN_SECONDS] + [now]
-        if len(self._rejoined) > MOST_REJOINS:
+        if len(self._rejoined) > MAX_REJOINS:
             self._fail(
                 exits.EVICTED_TOO_OFTEN,
                 f"this processor was evicted {len(self._rejoined)} times within {REJOIN_SECONDS:.0f} s: its heartbeats "

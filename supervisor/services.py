@@ -27,9 +27,9 @@ from forq.supervisor.statedir import StateDir, new_processor_name
 from forq.supervisor.unresponsive import ServiceWatch
 
 RETRY_SECONDS = 0.25
-LOAD_AGAIN_SECONDS = 1.0
+LOAD_RETRY_SECONDS = 1.0
 # Delay before a failed write of the processor's name is repeated.
-SAVE_AGAIN_SECONDS = 5.0
+SAVE_RETRY_SECONDS = 5.0
 # Pulse, scribe and logger get the list of all queues and check each: with a thousand queues once a second at most.
 SERVE_SECONDS_PER_QUEUE = 0.001
 # How long a stop waits for the logger to read the last output.
@@ -194,8 +194,8 @@ class Services:
         try:
             self._state.save_processor(self.processor)
         except ForqError as exc:
-            log.error("%s; trying again in %.0f s", exc, SAVE_AGAIN_SECONDS)
-            self._loop.call_later(SAVE_AGAIN_SECONDS, self._save_processor)
+            log.error("%s; trying again in %.0f s", exc, SAVE_RETRY_SECONDS)
+            self._loop.call_later(SAVE_RETRY_SECONDS, self._save_processor)
 
     def end_predecessor(self, queues: list[str]) -> None:
         """Evicts the processor of the last run on this state directory, if that run has certainly ended.
@@ -278,7 +278,7 @@ class Services:
         def loaded(answer: Any) -> None:
             self._loading_functions = False
             if isinstance(answer, RedisUnavailable | BackPressure):
-                self._loop.call_later(LOAD_AGAIN_SECONDS, self._load_functions_again)
+                self._loop.call_later(LOAD_RETRY_SECONDS, self._load_functions_again)
             elif isinstance(answer, ForqError):
                 log.error("cannot load the functions for clients into Redis error=%s", answer)
             elif self._load_missed:

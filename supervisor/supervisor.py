@@ -83,7 +83,7 @@ class Supervisor:
         doing = ["stopping"] if self.stopping else [] if self.ready else ["starting"]
         jobs = self.queues.running_jobs()
         running = f"{jobs} job{'' if jobs == 1 else 's'} running"
-        return ", ".join([*doing, *self._counts(), running, self._redis()])
+        return ", ".join([*doing, *self._counts(), running, self._redis_summary()])
 
     def close(self) -> None:
         self.services.close()
@@ -174,7 +174,7 @@ class Supervisor:
         troubles = [f"{states.count(state)} {state}" for state in ("flapping", "config_error") if state in states]
         return [f"{len(states)} queues", *troubles]
 
-    def _redis(self) -> str:
+    def _redis_summary(self) -> str:
         state = self.services.redis_state
         if state["ok"]:
             return "Redis ok"

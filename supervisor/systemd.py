@@ -24,7 +24,7 @@ VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LI
 STATUS_SECONDS = 2.0
 IDLE_STATUS_SECONDS = 5.0
 # Delay after a datagram could not be sent.
-AGAIN_SECONDS = 0.2
+RETRY_SECONDS = 0.2
 
 log = logging.getLogger("forq")
 
@@ -121,7 +121,7 @@ class Notifier:
             self._note_summary()
             self._next_status = now + STATUS_SECONDS
         if self._unsent and not self._send(self._address):
-            return AGAIN_SECONDS
+            return RETRY_SECONDS
         return IDLE_STATUS_SECONDS if self._feed_seconds is None else min(IDLE_STATUS_SECONDS, self._next_feed - now)
 
     def _note_state(self) -> None:

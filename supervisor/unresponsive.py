@@ -74,7 +74,7 @@ class ProcessWatch:
         self._probed_ns = time.monotonic_ns()
         self._waited, self._switches = 0.0, self._minder_switches()
         self._ping()
-        self._plan()
+        self._schedule_tick()
 
     def stopped_or_continued(self) -> None:
         if not self._child.stopped:
@@ -88,7 +88,7 @@ class ProcessWatch:
         self._timer = None
         self.unresponsive = self._unread = False
 
-    def _plan(self, seconds: float = SLICE_SECONDS) -> None:
+    def _schedule_tick(self, seconds: float = SLICE_SECONDS) -> None:
         self._awake.restart(self._loop.now())
         self._timer = self._loop.call_later(seconds, self._tick)
 
@@ -108,7 +108,7 @@ class ProcessWatch:
         self._waited += self._awake.count(self._loop.now())
         if self._waited >= NOTICE_SECONDS and not self.unresponsive:
             self._notice()
-        self._plan(RUNNING_JOB_SECONDS if self.unresponsive and self._runs_job() else SLICE_SECONDS)
+        self._schedule_tick(RUNNING_JOB_SECONDS if self.unresponsive and self._runs_job() else SLICE_SECONDS)
 
     def _notice(self) -> None:
         self.unresponsive = True
@@ -171,7 +171,7 @@ class ServiceWatch:
         self._timer: Timer | None = None
 
     def start(self) -> None:
-        self._plan(PING_SECONDS)
+        self._schedule_tick(PING_SECONDS)
 
     def stop(self) -> None:
         if self._timer is not None:
@@ -183,15 +183,15 @@ class ServiceWatch:
         and continued again and again must not delay the check of the others."""
         if self._timer is not None and self._timer.due > self._loop.now() + SLICE_SECONDS:
             self._timer.cancel()
-            self._plan(SLICE_SECONDS)
+            self._schedule_tick(SLICE_SECONDS)
 
     def tick(self) -> None:
         counted = self._awake.count(self._loop.now())
         # Not any(): it would skip the services behind the first that waits.
         waiting = [service for service in self._services() if self._is_unanswered(service, counted)]
-        self._plan(SLICE_SECONDS if waiting else PING_SECONDS)
+        self._schedule_tick(SLICE_SECONDS if waiting else PING_SECONDS)
 
-    def _plan(self, seconds: float) -> None:
+    def _schedule_tick(self, seconds: float) -> None:
         self._awake.restart(self._loop.now())
         self._timer = self._loop.call_later(seconds, self.tick)
 

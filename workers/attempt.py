@@ -252,11 +252,11 @@ def strip_forq_frames(exc: BaseException) -> None:
     """
     # The exception's class may override __traceback__.
     traceback_of: Any = BaseException.__dict__["__traceback__"]
-    users = traceback_of.__get__(exc)
-    while users is not None and users.tb_frame.f_code.co_filename.startswith(_FORQ_AND_ASYNCIO):
-        users = users.tb_next
-    if users is not None or issubclass(type(exc), ForqError):
-        traceback_of.__set__(exc, users)
+    user_frames = traceback_of.__get__(exc)
+    while user_frames is not None and user_frames.tb_frame.f_code.co_filename.startswith(_FORQ_AND_ASYNCIO):
+        user_frames = user_frames.tb_next
+    if user_frames is not None or issubclass(type(exc), ForqError):
+        traceback_of.__set__(exc, user_frames)
 
 
 def _error_name(exc: BaseException) -> str:

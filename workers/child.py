@@ -252,13 +252,13 @@ class _WorkerPool:
             if count > 1 and not scoreboard.watching:
                 os.eventfd_write(watch_fd, 1)
 
-        where = (context.url, context.prefix, queue or settings.spec.name, context.processor, slot.worker)
+        consumer_args = (context.url, context.prefix, queue or settings.spec.name, context.processor, slot.worker)
         main = settings.role == Role.MAIN
         size = settings.options["fail_size" if queue else "size"]
         # Fail jobs are not the queue's own jobs, so they are not counted.
         stats = context.stats.of_slot(slot.number) if context.stats is not None and queue is None else None
         return kind(
-            Consumer(*where, lane=_LANES[settings.role]),
+            Consumer(*consumer_args, lane=_LANES[settings.role]),
             attempts,
             slot,
             expiry_ms=context.expiry_ms,
@@ -298,9 +298,9 @@ class _WorkerPool:
     def _release_loop(self, slot: Slot) -> ReleaseLoop:
         settings, context = self._settings, self._settings.context
         main = settings.role == Role.MAIN
-        where = (context.url, context.prefix, settings.spec.name, context.processor, slot.worker)
+        consumer_args = (context.url, context.prefix, settings.spec.name, context.processor, slot.worker)
         return ReleaseLoop(
-            Consumer(*where, lane="main" if main else "retry"),
+            Consumer(*consumer_args, lane="main" if main else "retry"),
             slot,
             expiry_ms=context.expiry_ms,
             idle_state=State.IDLE if main else State.PARKED,
@@ -329,8 +329,8 @@ def apply_resource_limits(options: Mapping[str, Value]) -> None:
         _set_rlimit(resource.RLIMIT_NOFILE, open_files, f"open_files_limit = {open_files}")
     if address:
         _set_rlimit(resource.RLIMIT_AS, address, f"address_limit = {show_size(address)}")
-    if nicer := int(options.get("nice", 0)):
-        os.nice(nicer)
+    if niceness := int(options.get("nice", 0)):
+        os.nice(niceness)
 
 
 def _raise_oom_score() -> None:

@@ -47,7 +47,7 @@ TERM_SECONDS = 0.5
 
 _HOST = socket.gethostname()
 _ALIASES = {"worker_finished": "job_finished", "worker_busy": "worker_progress"}
-_ABOUT_THE_JOB = ("job_finished", "job_failed", "worker_progress", "job_accepted")
+_JOB_TOPICS = ("job_finished", "job_failed", "worker_progress", "job_accepted")
 _KINDS = (None, "permanent", "retriable")
 _running_pids: set[int] = set()
 
@@ -339,7 +339,7 @@ def read_answer(line: bytes, job: Job) -> Finished | Progress | ProgramFailed | 
     topic, payload = _read_message(line)
     if topic == "worker_idle":
         return None
-    if topic not in _ABOUT_THE_JOB:
+    if topic not in _JOB_TOPICS:
         raise InvalidData(f"unknown topic {shown(topic)}")
     if payload.get("uuid") != job.id or payload.get("queue_name", job.queue) != job.queue:
         raise InvalidData(f"{topic} is about another job, uuid {shown(payload.get('uuid'))}")

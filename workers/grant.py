@@ -89,16 +89,16 @@ class Grant:
                 self._send_done()
             self._unneeded = True
 
-    def receive(self, word: str) -> None:
+    def receive(self, kind: str) -> None:
         """Minder: handles a message of the supervisor."""
         with self._changed:
-            if word == "go":
+            if kind == "go":
                 self._receive_go()
-            elif word == "wait":
+            elif kind == "wait":
                 self._wait_received = self._phase is _Phase.WANTED
-            elif word == "yield" and self._phase is _Phase.IN_USE:
+            elif kind == "yield" and self._phase is _Phase.IN_USE:
                 self.yield_requested = True
-            elif word == "yield" and self._phase is _Phase.RESERVED:
+            elif kind == "yield" and self._phase is _Phase.RESERVED:
                 self._send_done()
             self._changed.notify_all()
 

@@ -134,7 +134,7 @@ def _functions_of(module: ModuleType) -> str:
 def _why_not_callable_with_job(handler: Any) -> str | None:
     """None if it takes two arguments, or if that is unknown: some C callables have no signature. A decorated function
     is judged by the decorator's signature."""
-    if type(handler) is FunctionType and _takes_two(handler):
+    if type(handler) is FunctionType and _takes_two_arguments(handler):
         return None
     try:
         signature = inspect.signature(handler, follow_wrapped=False)
@@ -150,7 +150,7 @@ def _why_not_callable_with_job(handler: Any) -> str | None:
         return f"it is {name}{signature}{place}, {exc}; the form is def {name}(data, job)"
 
 
-def _takes_two(function: FunctionType) -> bool:
+def _takes_two_arguments(function: FunctionType) -> bool:
     """The usual case without `inspect`, which would cost private memory in each of many processes."""
     code, defaults = function.__code__, function.__defaults__ or ()
     if code.co_kwonlyargcount:
@@ -193,12 +193,12 @@ def _without_skipped(trace: traceback.TracebackException) -> traceback.Traceback
 class_name: Callable[[type], str] = type.__dict__["__name__"].__get__
 
 
-def safe_text(ask: Callable[[], object]) -> str:
+def safe_text(make_text: Callable[[], object]) -> str:
     """Text from user code, which may raise anything, even SystemExit, or return something other than text. Replaces
     lone surrogates, which JSON cannot hold."""
     try:
         # Calls str.encode directly: a subclass may override it.
-        return str.encode(str(ask()), "utf-8", "replace").decode()
+        return str.encode(str(make_text()), "utf-8", "replace").decode()
     except BaseException as broken:
         return f"(unprintable: {class_name(type(broken))})"
 

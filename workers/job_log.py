@@ -46,7 +46,7 @@ class FailedAttempt:
     raised: BaseException | None
     of_fail_handler: bool
     # The outcome, or why it is unknown.
-    follows: Fate | str = ""
+    outcome: Fate | str = ""
     # The handler raised RetryAt.
     retry_requested: bool = field(init=False)
     logged: bool = False
@@ -56,7 +56,7 @@ class FailedAttempt:
 
     @property
     def final(self) -> bool:
-        return isinstance(self.follows, Fate) and self.follows.final
+        return isinstance(self.outcome, Fate) and self.outcome.final
 
     @property
     def level(self) -> int:
@@ -68,7 +68,7 @@ class FailedAttempt:
         happened = "timed out" if self.failure.kind == "timeout" else "failed"
         if self.retry_requested and not self.final:
             happened = "requested a retry"
-        return headline(self.queue, self.job, self.follows, happened, of_fail_handler=self.of_fail_handler)
+        return headline(self.queue, self.job, self.outcome, happened, of_fail_handler=self.of_fail_handler)
 
     def record(self) -> logging.LogRecord:
         raised = None if self.retry_requested and not self.final else self.raised
@@ -81,10 +81,10 @@ class FailedAttempt:
             # The Python stack says nothing about a program.
             record.exc_text = error.partition("\n")[2] or error
         fields: dict[str, object] = {"queue": self.queue, "job_id": self.job}
-        if isinstance(self.follows, Fate):
-            how, wait_ms, number, of = self.follows
-            again = None if how in ("dead", "removed", "refused") else wait_ms / 1000
-            fields |= {"attempt": number, "attempts": of, "retry_in_seconds": again}
+        if isinstance(self.outcome, Fate):
+            kind, wait_ms, number, max_attempts = self.outcome
+            again = None if kind in ("dead", "removed", "refused") else wait_ms / 1000
+            fields |= {"attempt": number, "attempts": max_attempts, "retry_in_seconds": again}
         return _add_fields(record, fields)
 
     def text(self, remark: str) -> str:
@@ -131,12 +131,12 @@ class JobLog:
         self._lock = threading.Lock()
         self._pid = os.getpid()
 
-    def log_failure(self, failed: FailedAttempt, follows: Fate | str) -> None:
+    def log_failure(self, failed: FailedAttempt, outcome: Fate | str) -> None:
         """Logs with the exception; a second time, when the outcome is known, without."""
-        if failed.logged and isinstance(follows, Fate) and follows.kind == "refused":
+        if failed.logged and isinstance(outcome, Fate) and outcome.kind == "refused":
             # The reply was lost: the job is settled, but how is unknown.
             return
-        attempt = replace(failed, follows=follows)
+        attempt = replace(failed, outcome=outcome)
         attempt.retry_requested = failed.retry_requested
         failed.raised, failed.logged = None, True
         self.write(attempt)

@@ -264,11 +264,11 @@ class WorkerLoop:
         job_id, record = claimed
         self.slot.words[STARTED] = started
         # Another program may have written an id that is not UTF-8; that must not end the worker.
-        named = job_id.decode(errors="replace")
-        failure = self._attempts.run(named, record, int(self._fence))
+        id_text = job_id.decode(errors="replace")
+        failure = self._attempts.run(id_text, record, int(self._fence))
         micros = (self._now() - started) // 1000
         if micros >= MARK_END_MIN_US:
-            mark_job_end(named)
+            mark_job_end(id_text)
         self._unsettled += 1
         if self._stats is not None:
             self._micros.append(micros)
@@ -278,17 +278,17 @@ class WorkerLoop:
                 self._results += (len(self._done) // 3, result)
                 self._results_bytes += len(result)
                 if result.startswith(NO_RESULT):
-                    self._note_dropped_result(named, result)
+                    self._note_dropped_result(id_text, result)
         else:
             self.slot.words[STATE] = State.SETTLING
             self._failures += 1
             about, raised = self._attempts, self._attempts.raised
-            job = named.rpartition(":")[0] if about.of_fail_handler else named
+            job = id_text.rpartition(":")[0] if about.of_fail_handler else id_text
             self._failed_attempt = FailedAttempt(about.queue, job, failure, raised, about.of_fail_handler)
             about.raised = raised = None
             retry_at = "" if failure.retry_at_ms is None else failure.retry_at_ms
-            what = (failure.error, failure.brief, failure.kind, retry_at, f"{random.random():.4f}")
-            self._failed += (job_id, self._fence, micros, *what)
+            failure_args = (failure.error, failure.brief, failure.kind, retry_at, f"{random.random():.4f}")
+            self._failed += (job_id, self._fence, micros, *failure_args)
 
     def settle(self) -> None:
         """Settles without claiming."""
@@ -478,9 +478,9 @@ class WorkerLoop:
                 self._now() + DROPPED_LOG_INTERVAL_NS,
             )
 
-    def _log_failure(self, follows: Fate | str) -> None:
-        if self._failed_attempt is not None and (isinstance(follows, Fate) or not self._failed_attempt.logged):
-            self._job_log.log_failure(self._failed_attempt, follows)
+    def _log_failure(self, outcome: Fate | str) -> None:
+        if self._failed_attempt is not None and (isinstance(outcome, Fate) or not self._failed_attempt.logged):
+            self._job_log.log_failure(self._failed_attempt, outcome)
 
     def _log_refused(self, jobs: int) -> None:
         """At most once a minute: every rescue leads to some."""

@@ -91,7 +91,7 @@ class Minder:
         self._lines = LineBuffer()
         self._grants: dict[int, Grant] = {}
         self._recycling: Recycling | None = None
-        self._signals_fd, self._signals_to = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        self._signals_fd, self._signals_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._asleep = False
         self._idle_beats = 0
@@ -101,7 +101,7 @@ class Minder:
     def start(self) -> None:
         """Called by the main thread. Installs the signal handler and starts the minder's thread."""
         os.register_at_fork(before=_block_term, after_in_parent=_restore_signal_mask, after_in_child=_reset_signals)
-        signal.set_wakeup_fd(self._signals_to, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._signals_write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGTERM, _do_nothing)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         # Not a threading.Thread, which takes more memory, in each of many processes. This thread is never joined.
@@ -167,11 +167,11 @@ class Minder:
             self._exit_with_supervisor()
         self._lines.push(received)
         while (line := self._lines.pop()) is not None:
-            ((word, number),) = orjson.loads(line).items()
-            if word == "begin":
+            ((kind, number),) = orjson.loads(line).items()
+            if kind == "begin":
                 self._allow_begin()
-            elif word != "ping":
-                self._grants[number].receive(word)
+            elif kind != "ping":
+                self._grants[number].receive(kind)
 
     def _exit_with_supervisor(self) -> None:
         kill_descendants(os.getpid())

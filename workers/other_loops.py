@@ -26,7 +26,7 @@ class RetryLoop:
 
     def __init__(self, lane: WorkerLoop, fails: WorkerLoop | None) -> None:
         self._lane = lane
-        self._all = [lane] if fails is None else [fails, lane]
+        self._loops = [lane] if fails is None else [fails, lane]
 
     @property
     def slot(self) -> Slot:
@@ -41,7 +41,7 @@ class RetryLoop:
         return self._lane.stopping
 
     def stop(self) -> None:
-        for loop in self._all:
+        for loop in self._loops:
             loop.stop()
 
     def blocked_client_id(self) -> int | None:
@@ -52,24 +52,24 @@ class RetryLoop:
 
     def _has_work(self, loop: WorkerLoop) -> bool:
         """Serving takes capacity: fail jobs must not wait for capacity that an empty lane would request."""
-        return loop is not self._lane or len(self._all) == 1 or loop.lane_may_have_jobs()
+        return loop is not self._lane or len(self._loops) == 1 or loop.lane_may_have_jobs()
 
     def run(self, on_ready: Callable[[], None]) -> None:
-        if not all(loop.join() for loop in self._all):
+        if not all(loop.join() for loop in self._loops):
             return
         on_ready()
         while not self.stopping:
-            served = next((loop for loop in self._all if self._has_work(loop) and loop.serve_batch()), None)
+            served = next((loop for loop in self._loops if self._has_work(loop) and loop.serve_batch()), None)
             if served is not None:
                 # Before a turn on the other queue: that moves the position away from the jobs that ran here.
                 served.settle()
             elif not self.stopping:
                 self._lane.wait_for_work()
-        for loop in self._all:
+        for loop in self._loops:
             loop.leave()
 
     def close(self) -> None:
-        for loop in self._all:
+        for loop in self._loops:
             loop.close()
 
 

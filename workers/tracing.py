@@ -44,7 +44,7 @@ class Tracing:
         from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 
         self._file = open(  # noqa: SIM115
-            setting.removeprefix(FILE), "a", encoding="utf-8", buffering=1, opener=_private
+            setting.removeprefix(FILE), "a", encoding="utf-8", buffering=1, opener=_open_private
         )
         return ConsoleSpanExporter(out=self._file, formatter=lambda span: span.to_json(indent=None) + "\n")
 
@@ -80,6 +80,6 @@ class Tracing:
             self._file.close()
 
 
-def _private(path: str, flags: int) -> int:
+def _open_private(path: str, flags: int) -> int:
     """Spans contain exception texts, which may contain job data."""
     return os.open(path, flags, 0o600)

@@ -30,7 +30,7 @@ def test_any_number_of_failures_stays_within_the_limit() -> None:
 
 
 def test_pauses_vary_randomly_within_the_spread() -> None:
-    pauses = {Backoff(1.0, 9.0, spread=0.2, chance=random.Random(seed)).fail() for seed in range(200)}
+    pauses = {Backoff(1.0, 9.0, spread=0.2, rng=random.Random(seed)).fail() for seed in range(200)}
     assert len(pauses) > 100
     assert 0.8 <= min(pauses) < 0.85
     assert 1.15 < max(pauses) <= 1.2

@@ -157,11 +157,11 @@ def test_lines_are_received_and_sent(ends: Ends) -> None:
 
 
 def test_nothing_is_read_while_reading_is_off(ends: Ends) -> None:
-    ends.connection.read(False)
+    ends.connection.set_reading(False)
     ends.theirs.sendall(b"later\n")
     ends.loop.tick(0.05)
     assert ends.received == []
-    ends.connection.read(True)
+    ends.connection.set_reading(True)
     ends.loop.tick(5)
     assert ends.received == [b"later"]
 
@@ -185,7 +185,7 @@ def test_end_of_file_is_reported_once_and_earlier_lines_are_kept(ends: Ends) -> 
         ends.loop.tick(5)
     assert ends.received == [b"last"]
     assert not ends.connection.reading
-    ends.connection.read(True)
+    ends.connection.set_reading(True)
     assert not ends.connection.reading, "nothing is left to read"
 
 

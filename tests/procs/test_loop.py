@@ -310,7 +310,7 @@ def test_a_service_loop_raises_what_its_callback_raises() -> None:
 
 
 def test_one_pass_takes_a_limited_number_of_events_and_the_next_takes_the_rest() -> None:
-    loop = Loop(most_events=2)
+    loop = Loop(max_events=2)
     pairs = [socket.socketpair() for _ in range(5)]
     received: list[int] = []
     for number, (left, right) in enumerate(pairs):

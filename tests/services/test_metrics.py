@@ -24,7 +24,7 @@ class Scripted:
 
 @pytest.fixture
 def endpoints(monkeypatch: pytest.MonkeyPatch) -> Endpoints:
-    monkeypatch.setattr(metrics, "AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(metrics, "CONFIRM_SECONDS", 0.0)
     return Endpoints(context(stats=AttemptStats(4)))
 
 

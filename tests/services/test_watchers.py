@@ -11,7 +11,7 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.errors import ForqError, InvalidId, InvalidName, RedisUnavailable, UnknownJob, UnknownQueue, UsageError
 from forq.procs.loop import service_loop
 from forq.services.rpc import PendingReply
-from forq.services.waiting import LISTEN_SECONDS, LONGEST_WAIT_SECONDS, WATCH_SECONDS, Watchers
+from forq.services.waiting import LONGEST_WAIT_SECONDS, UNSUBSCRIBE_SECONDS, WATCH_SECONDS, Watchers
 from tests.support.drive.one_queue import OneQueue, one_queue
 from tests.support.drive.server import Server
 from tests.support.drive.wait import wait_until
@@ -196,8 +196,8 @@ def test_it_is_subscribed_only_while_there_are_watchers(rig: WatcherRig) -> None
     wait_until(lambda: rig.queue.redis.pubsub_numpat() == 1)
     rig.step()
     assert rig.is_subscribed()
-    assert rig.watchers.tick() == LISTEN_SECONDS
-    rig.time += LISTEN_SECONDS
+    assert rig.watchers.tick() == UNSUBSCRIBE_SECONDS
+    rig.time += UNSUBSCRIBE_SECONDS
     rig.step()
     assert (rig.is_subscribed(), rig.watchers.tick()) == (False, None)
     wait_until(lambda: rig.queue.redis.pubsub_numpat() == 0)

@@ -126,7 +126,7 @@ class Watch:
         }
         assert {grant["holder"] for grant in view["holders"] if grant["asked_to_yield"]} == set(self.asked)
         assert {waiter["holder"] for waiter in view["waiting"]} == set(self.wishes)
-        assert (view["out"], view["free"]) == (UNITS - self.free, self.free)
+        assert (view["granted"], view["free"]) == (UNITS - self.free, self.free)
         head = self.head()
         if head is None:
             assert self.capacity.next_tick_seconds(self.now) is None

@@ -49,7 +49,7 @@ def test_whoever_fits_goes_at_once_and_keeps_it() -> None:
     capacity = capacity_of()
     assert [capacity.want(holder, 50, 0, 0.0) for holder in (1, 2)] == [[go(1)], [go(2)]]
     assert capacity.tick(1000.0) == []
-    assert (capacity.out, capacity.free) == (100, 0)
+    assert (capacity.granted, capacity.free) == (100, 0)
     assert capacity.next_tick_seconds(1000.0) is None
 
 
@@ -63,13 +63,13 @@ def test_a_want_that_fits_looks_at_nobody_else(monkeypatch: pytest.MonkeyPatch) 
         assert capacity.want(holder, 10, 0, 0.0) == [go(holder)]
     for holder in range(1000):
         assert capacity.done(holder, 1.0) == []
-    assert capacity.out == 0
+    assert capacity.granted == 0
 
 
 def test_more_units_than_there_are_mean_all_of_them() -> None:
     capacity = capacity_of()
     assert capacity.want(1, 10**6, 0, 0.0) == [go(1)]
-    assert capacity.out == 100
+    assert capacity.granted == 100
 
 
 def test_higher_priority_then_fewer_units_then_longer_waiting_goes_first() -> None:
@@ -202,7 +202,7 @@ def test_describe_says_who_holds_and_who_waits() -> None:
     capacity.want(1, 30, 2, 0.0)
     holders = [{"holder": 0, "units": 100, "priority": 0, "held_seconds": 10.5, "asked_to_yield": True}]
     waiting = [{"holder": 1, "units": 30, "priority": 2, "level": 4, "waited_seconds": 0.5}]
-    assert capacity.describe(0.5) == {"units": 100, "out": 100, "free": 0, "holders": holders, "waiting": waiting}
+    assert capacity.describe(0.5) == {"units": 100, "granted": 100, "free": 0, "holders": holders, "waiting": waiting}
 
 
 HOLDERS = st.integers(0, 7)

@@ -263,7 +263,7 @@ def test_a_stop_during_a_restart_waits_for_the_new_processes_and_fails_the_resta
 
 
 def test_too_many_retiring_processes_delay_the_successor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(queue_module, "MOST_LEAVING", 2)
+    monkeypatch.setattr(queue_module, "MAX_RETIRING", 2)
     stage.start()
     for _ in range(2):
         next(child for child in reversed(stage.children) if child.name == "q main").receive(replace="max_jobs")

@@ -13,7 +13,7 @@ from forq.procs.scoreboard import Scoreboard
 from forq.queue_spec import QueueSpec
 from forq.settings import defaults
 from forq.supervisor import process as process_module
-from forq.supervisor.queues import MOST_REJOINS, REJOIN_SECONDS, Queues
+from forq.supervisor.queues import MAX_REJOINS, REJOIN_SECONDS, Queues
 from forq.supervisor.services import RETRY_SECONDS
 from tests.supervisor.fakes import CRASHED, FakeChild, FakeLoop, fake_child_class
 
@@ -244,7 +244,7 @@ def test_an_eviction_kills_all_processes_and_starts_them_under_a_new_name(stage:
 
 
 def test_a_processor_that_is_evicted_again_and_again_gives_up(stage: Stage) -> None:
-    for _ in range(MOST_REJOINS):
+    for _ in range(MAX_REJOINS):
         stage.queues.rejoin()
     assert stage.failures == []
     stage.queues.rejoin()
@@ -252,9 +252,9 @@ def test_a_processor_that_is_evicted_again_and_again_gives_up(stage: Stage) -> N
 
 
 def test_evictions_long_ago_do_not_count(stage: Stage) -> None:
-    for _ in range(3 * MOST_REJOINS):
+    for _ in range(3 * MAX_REJOINS):
         stage.queues.rejoin()
-        stage.loop.run(REJOIN_SECONDS / MOST_REJOINS)
+        stage.loop.run(REJOIN_SECONDS / MAX_REJOINS)
     assert stage.failures == []
 
 

@@ -10,9 +10,9 @@ from forq.supervisor import service as service_module
 from forq.supervisor.config import load
 from forq.supervisor.services import (
     LAST_OUTPUT_SECONDS,
-    LOAD_AGAIN_SECONDS,
+    LOAD_RETRY_SECONDS,
     RETRY_SECONDS,
-    SAVE_AGAIN_SECONDS,
+    SAVE_RETRY_SECONDS,
     Services,
 )
 from forq.supervisor.statedir import PreviousRun, StateDir
@@ -138,7 +138,7 @@ def test_functions_are_loaded_once_more_if_redis_came_back_during_a_load(stage: 
 def test_functions_are_loaded_later_if_redis_is_down(stage: Stage) -> None:
     stage.services.load_functions()
     stage.answer("clerk", "offer", error=REDIS_DOWN)
-    stage.loop.run(LOAD_AGAIN_SECONDS)
+    stage.loop.run(LOAD_RETRY_SECONDS)
     assert len(stage.requests("clerk", "offer")) == 2
 
 
@@ -179,7 +179,7 @@ def test_a_new_name_that_cannot_be_saved_is_saved_later(stage: Stage, monkeypatc
     before = stage.services.processor
     assert stage.services.new_processor() == before
     monkeypatch.setattr(stage.state, "save_processor", saved.append)
-    stage.loop.run(SAVE_AGAIN_SECONDS)
+    stage.loop.run(SAVE_RETRY_SECONDS)
     assert saved == [stage.services.processor]
     assert stage.services.processor != before
 

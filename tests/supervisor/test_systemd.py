@@ -221,7 +221,7 @@ def test_loop_that_is_blocked_in_a_callback_does_not_feed_the_watchdog(manager: 
 
 def test_what_cannot_be_told_is_told_as_soon_as_systemd_hears(tmp_path: Path) -> None:
     notifier = Notifier(SystemdInput(str(tmp_path / "notify"), 4.0, ()), Someone(ready=True))
-    assert notifier.after_pass() == systemd.AGAIN_SECONDS
+    assert notifier.after_pass() == systemd.RETRY_SECONDS
     with closing(Systemd(str(tmp_path / "notify"))) as manager:
         notifier.after_pass()
         assert manager.heard() == [{"WATCHDOG": "1", "READY": "1", "STATUS": "2 queues"}]

@@ -409,7 +409,7 @@ def test_real_grants_never_use_more_than_there_is_and_all_make_progress() -> Non
     for thread in workers:
         thread.join(PATIENCE_SECONDS)
         assert not thread.is_alive()
-    wait_until(lambda: rig.capacity.out == 0 and not rig.capacity.describe(0)["waiting"])
+    wait_until(lambda: rig.capacity.granted == 0 and not rig.capacity.describe(0)["waiting"])
     rig.up.put(None)
     for line in rig.down:
         line.put(None)

@@ -96,13 +96,13 @@ class Rig:
         self.minder._read_leash()
 
     def signal(self, signum: int) -> None:
-        os.write(self.minder._signals_to, bytes([signum]))
+        os.write(self.minder._signals_write_fd, bytes([signum]))
         self.minder._handle_event(self.minder._signals_fd)
 
     def close(self) -> None:
         self.supervisor.close()
         self.leash.close()
-        for fd in (self.minder._signals_fd, self.minder._signals_to, self.minder._wake_fd):
+        for fd in (self.minder._signals_fd, self.minder._signals_write_fd, self.minder._wake_fd):
             os.close(fd)
 
 
@@ -437,7 +437,7 @@ def test_a_pass_reads_what_is_ready_and_then_beats(rig: Rig, monkeypatch: pytest
             return [(rig.minder._signals_fd, 1)]
 
     monkeypatch.setattr("forq.workers.minder.select.poll", Poll)
-    os.write(rig.minder._signals_to, bytes([signal.SIGTERM]))
+    os.write(rig.minder._signals_write_fd, bytes([signal.SIGTERM]))
     with pytest.raises(Ended):
         rig.minder._run()
     assert rig.loops[0].stopping

@@ -107,7 +107,7 @@ class SocketPeer:
 
     def update_reading(self) -> None:
         busy = self.ended or self.pending is not None or self.lines.has_line()
-        self._io.read(not busy and self._io.unsent_bytes < PAUSE_UNSENT_BYTES)
+        self._io.set_reading(not busy and self._io.unsent_bytes < PAUSE_UNSENT_BYTES)
 
     def _on_input(self) -> None:
         if self._io.error is not None:

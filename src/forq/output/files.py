@@ -216,7 +216,7 @@ def _find_cursor(files: list[_OpenFile], name: str, offset: int) -> tuple[int, i
 
 def _find_tail(files: list[_OpenFile], lines: int) -> tuple[int, int]:
     """File and offset at which the last `lines` lines begin."""
-    left, looked = lines + 1, 0
+    left, scanned = lines + 1, 0
     for at in range(len(files) - 1, -1, -1):
         end = files[at].size
         while end > 0:
@@ -229,9 +229,9 @@ def _find_tail(files: list[_OpenFile], lines: int) -> tuple[int, int]:
                     position = block.rfind(b"\n", 0, position)
                 return at, begin + position + 1
             left -= count
-            looked += len(block)
+            scanned += len(block)
             end = begin
-            if looked >= MAX_TAIL_BYTES:
+            if scanned >= MAX_TAIL_BYTES:
                 return at, begin + block.find(b"\n") + 1
         # No newline precedes the first line of a file.
         if left == 1:

@@ -119,7 +119,7 @@ class QueueLog:
             records.append(self._dropped_record())
         return records
 
-    def keep(self, records: list[Record]) -> None:
+    def append(self, records: list[Record]) -> None:
         try:
             self._file.append([_encode(record) for record in records])
         except OSError as exc:
@@ -165,7 +165,7 @@ def run_logger(context: Context, leash: socket.socket) -> int:
 class Logger:
     def __init__(self, context: Context, leash: socket.socket, forwarder: Forwarder | None = None) -> None:
         self._context = context
-        self._loop = service_loop(poller=select.epoll(), most_events=MAX_EVENTS)
+        self._loop = service_loop(poller=select.epoll(), max_events=MAX_EVENTS)
         self._rpc = RpcServer(self._loop, leash, {"serve": self._serve, "drain": self._drain})
         self._forwarder = forwarder or Forwarder()
         self._redact = Redaction(context.redact)
@@ -270,7 +270,7 @@ class Logger:
         if self._redact:
             records = [{**record, "message": self._redact(record["message"])} for record in records]
         expect_busy(DISK_SECONDS)
-        output.keep(records)
+        output.append(records)
         log_format = self._context.log_format
         for record in records:
             self._forwarder.send(log_format.render(record).encode(errors="backslashreplace") + b"\n")

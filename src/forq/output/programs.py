@@ -55,14 +55,14 @@ class ProgramOutput:
     def begin(self, job_id: str) -> None:
         """Assigns the following lines to this job."""
         with self._lock:
-            self._finish_part()
+            self._flush_partial()
             self._job = job_id
             self._tail.clear()
 
     def end(self) -> list[str]:
         """Ends the job; returns its last lines."""
         with self._lock:
-            self._finish_part()
+            self._flush_partial()
             self._job = None
             return [_readable(line) for line in self._tail]
 
@@ -75,7 +75,7 @@ class ProgramOutput:
         PIPE_WATCHER.remove(self._fd, self.read)
         with self._lock:
             if self._open:
-                self._finish_part()
+                self._flush_partial()
                 self._open = False
                 self._pipe.close()
 
@@ -88,20 +88,20 @@ class ProgramOutput:
             self._take(chunk)
         return bool(chunk)
 
-    def _finish_part(self) -> None:
+    def _flush_partial(self) -> None:
         """Logs everything written so far, for the current job."""
         if self._open:
             self._read()
         if self._partial:
             self._take(b"\n")
         if self._dropped:
-            self._send_dropped()
+            self._log_dropped()
 
     def _take(self, chunk: bytes) -> None:
         allowed = self._refill()
         *lines, rest = (self._partial + chunk).split(b"\n", allowed)
         if lines and self._dropped:
-            self._send_dropped()
+            self._log_dropped()
         for line in lines:
             self._write(line)
         self._allowance -= len(lines)
@@ -122,7 +122,7 @@ class ProgramOutput:
     def _write(self, line: bytes) -> None:
         write_program_line(self._queue, self._job, _readable(line))
 
-    def _send_dropped(self) -> None:
+    def _log_dropped(self) -> None:
         log.warning("program wrote too much queue=%s job=%s lines_dropped=%s", self._queue, self._job, self._dropped)
         self._dropped = 0
 

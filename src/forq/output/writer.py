@@ -81,7 +81,7 @@ class OutputWriter:
 
     def write(self, stream: str, text: str) -> None:
         """Writes complete lines; the rest waits for its end."""
-        if self._flooded and self._drops(text):
+        if self._flooded and self._drop_in_flood(text):
             return
         job, key = self.current_job(), (get_ident(), stream)
         partial = self._partial.pop(key, None)
@@ -97,7 +97,7 @@ class OutputWriter:
             # One character more than is shown, so that the cut is marked.
             self._partial[key] = (job, rest[: MAX_MESSAGE + 1])
 
-    def _drops(self, text: str) -> bool:
+    def _drop_in_flood(self, text: str) -> bool:
         """Whether `text` is dropped during a flood. A flood ends with a complete line."""
         if self._now() >= self._flooded_until and not self._in_line:
             self._flooded = False

@@ -7,7 +7,7 @@ class Backoff:
     """Counts consecutive failures of one operation. `spread`: random part of each pause, so that clients that failed
     together do not retry together."""
 
-    __slots__ = ("_chance", "_factor", "_first_seconds", "_longest_seconds", "_spread", "failures")
+    __slots__ = ("_factor", "_first_seconds", "_longest_seconds", "_rng", "_spread", "failures")
 
     def __init__(
         self,
@@ -16,14 +16,14 @@ class Backoff:
         *,
         factor: float = 2.0,
         spread: float = 0.0,
-        chance: random.Random | None = None,
+        rng: random.Random | None = None,
     ) -> None:
         self.failures = 0
         self._first_seconds = first_seconds
         self._longest_seconds = longest_seconds
         self._factor = factor
         self._spread = spread
-        self._chance = chance
+        self._rng = rng
 
     def fail(self) -> float:
         """Counts a failure and returns the pause after it in seconds."""
@@ -37,7 +37,7 @@ class Backoff:
         seconds = min(self._longest_seconds, self._first_seconds * self._factor ** min(failures - 1, 64))
         if not self._spread:
             return seconds
-        return seconds * (self._chance or random).uniform(1 - self._spread, 1 + self._spread)
+        return seconds * (self._rng or random).uniform(1 - self._spread, 1 + self._spread)
 
     def reset(self) -> None:
         self.failures = 0

@@ -127,13 +127,13 @@ class LineConnection:
         self._output: deque[memoryview] = deque()
         self.unsent_bytes = 0
         self._writing = False
-        self.read(True)
+        self.set_reading(True)
 
     def fileno(self) -> int:
         """-1 if closed."""
         return self._sock.fileno()
 
-    def read(self, wanted: bool) -> None:
+    def set_reading(self, wanted: bool) -> None:
         """Starts or pauses reading."""
         wanted = wanted and not self.ended
         if wanted != self.reading:
@@ -153,7 +153,7 @@ class LineConnection:
             received, self.error = b"", exc
         if not received:
             self.ended = True
-            self.read(False)
+            self.set_reading(False)
         self.lines.push(received)
         return len(received)
 
@@ -170,7 +170,7 @@ class LineConnection:
         if self._sock.fileno() < 0:
             return
         self.gone = self.ended = True
-        self.read(False)
+        self.set_reading(False)
         self._drop_output()
         self._wait_to_write(False)
         self._sock.close()

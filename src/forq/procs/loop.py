@@ -78,7 +78,7 @@ def log_and_continue(exc: Exception) -> None:
 
 class Loop:
     """`poller`: epoll for many descriptors or forked children, else poll, which is cheaper to create. `on_error` gets
-    exceptions of callbacks. `most_events`: events per pass of epoll; None: all."""
+    exceptions of callbacks. `max_events`: events per pass of epoll; None: all."""
 
     def __init__(
         self,
@@ -86,12 +86,12 @@ class Loop:
         *,
         poller: "select.epoll | select.poll | None" = None,
         on_error: Callable[[Exception], None] = log_and_continue,
-        most_events: int | None = None,
+        max_events: int | None = None,
     ) -> None:
         self._now = now
         self._poller = poller or select.epoll()
         self._on_error = on_error
-        self._most_events = most_events
+        self._max_events = max_events
         self._entries: dict[int, _Callbacks] = {}
         self._timers: list[tuple[float, int, Timer]] = []
         # Above this number cancelled timers are removed.
@@ -182,7 +182,7 @@ class Loop:
     def _wait(self, timeout_seconds: float | None) -> list[tuple[_Callbacks, int]]:
         mark_pass()
         if isinstance(self._poller, select.epoll):
-            ready = self._poller.poll(timeout_seconds, self._most_events or max(len(self._entries), 1))
+            ready = self._poller.poll(timeout_seconds, self._max_events or max(len(self._entries), 1))
         else:
             ready = self._poller.poll(None if timeout_seconds is None else timeout_seconds * 1000)
         return [(self._entries[fd], events) for fd, events in ready if fd in self._entries]
@@ -195,7 +195,7 @@ class Loop:
         while self._running:
             self.tick(timeout)
             if after_pass is not None:
-                timeout = self._after(after_pass)
+                timeout = self._call_after_pass(after_pass)
 
     def stop(self) -> None:
         """Lets run return after this pass."""
@@ -272,7 +272,7 @@ class Loop:
             if callback := self._signals.get(signum):
                 self._call(callback)
 
-    def _after(self, after_pass: Callable[[], float | None]) -> float | None:
+    def _call_after_pass(self, after_pass: Callable[[], float | None]) -> float | None:
         try:
             return after_pass()
         except Exception as exc:
@@ -286,10 +286,10 @@ class Loop:
             self._on_error(exc)
 
 
-def service_loop(*, poller: "select.epoll | select.poll | None" = None, most_events: int | None = None) -> Loop:
+def service_loop(*, poller: "select.epoll | select.poll | None" = None, max_events: int | None = None) -> Loop:
     """For services: an exception in a callback ends the process, and the supervisor replaces it."""
 
     def end(exc: Exception) -> None:
         raise exc
 
-    return Loop(poller=poller or select.poll(), on_error=end, most_events=most_events)
+    return Loop(poller=poller or select.poll(), on_error=end, max_events=max_events)

@@ -177,7 +177,7 @@ class TreeKiller:
         # Processes that may not be signalled, or were still alive at the deadline.
         self.survivors: set[int] = set()
         self.sessions: set[int] = set()
-        self._me = os.getpid()
+        self._own_pid = os.getpid()
         self._only = only
         self._ended: set[int] = set()
         self._ended_before: set[int] = set()
@@ -198,7 +198,7 @@ class TreeKiller:
             alive = self._kill_pass()
             quiet = 0 if alive or self._found_new else quiet + 1
             if quiet >= QUIET_PASSES or time.monotonic() >= deadline:
-                self.survivors = {pid for pid in self._alive if _lives(pid)}
+                self.survivors = {pid for pid in self._alive if _is_alive(pid)}
                 return not self.survivors
             if alive:
                 time.sleep(pause_seconds)
@@ -222,13 +222,13 @@ class TreeKiller:
         def ours(process: ProcessStat) -> bool:
             return process.pid in self.killed or process.sid in self.sessions
 
-        return TreeKiller(self._me, self.spare, only=ours).kill_all(deadline)
+        return TreeKiller(self._own_pid, self.spare, only=ours).kill_all(deadline)
 
     def _kill_pass(self) -> bool:
         """Scans the whole tree once. True if anything was alive. Newest first: those are about to fork."""
         alive = False
         for child in reversed(self._children()):
-            if child in self._ended or child in self.spare or child in (self._me, 0, 1):
+            if child in self._ended or child in self.spare or child in (self._own_pid, 0, 1):
                 continue
             alive = self._kill_subtree(child) or alive
         return alive
@@ -250,7 +250,7 @@ class TreeKiller:
                     continue
                 pinned.append(pin)
                 parents.add(pid)
-                below = (p for p in children_of(pid) if p not in parents and p not in self.spare and p != self._me)
+                below = (p for p in children_of(pid) if p not in parents and p not in self.spare and p != self._own_pid)
                 waiting += [(child, pid) for child in below]
             for pidfd, process in pinned:
                 self._kill(pidfd, process)
@@ -327,7 +327,7 @@ def _read_hidden_stat(pid: int, pidfd: int, parent: int) -> ProcessStat | None:
     return None if has_ended(pidfd) else found
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

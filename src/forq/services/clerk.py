@@ -75,8 +75,10 @@ class Clerk:
             "jobs": self.jobs,
             "dead.list": self.dead_list,
             "dead.show": lambda params: self._dead(params).show(params.get("id", "")),
-            "dead.retry": lambda params: _to_dead(params, self._dead(params).retry, self._dead(params).retry_some),
-            "dead.discard": lambda params: _to_dead(
+            "dead.retry": lambda params: _apply_to_dead(
+                params, self._dead(params).retry, self._dead(params).retry_some
+            ),
+            "dead.discard": lambda params: _apply_to_dead(
                 params, self._dead(params).discard, self._dead(params).discard_some
             ),
             "await": self.awaiters.wait_for_item,
@@ -170,10 +172,10 @@ class Clerk:
                 unresponsive=unresponsive if isinstance(unresponsive, dict) else {},
             )
 
-        state, reason = self._or_its_trace(params, explain)
+        state, reason = self._or_explain_unknown(params, explain)
         return {"state": state, "why": reason}
 
-    def _or_its_trace(self, params: dict[str, Any], read: Callable[[], Answer]) -> Answer:
+    def _or_explain_unknown(self, params: dict[str, Any], read: Callable[[], Answer]) -> Answer:
         """Describes an unknown job from the journal. Too slow for programs that poll."""
         try:
             return read()
@@ -205,7 +207,7 @@ class Clerk:
         return {"removed": self._producer(params).remove(params.get("id", ""))}
 
     def job(self, params: dict[str, Any]) -> object:
-        return self._or_its_trace(params, lambda: self._inspector(params).job(params.get("id", "")))
+        return self._or_explain_unknown(params, lambda: self._inspector(params).job(params.get("id", "")))
 
     def jobs(self, params: dict[str, Any]) -> object:
         return asdict(self._inspector(params).jobs(params.get("state"), _limit(params), params.get("after")))
@@ -292,7 +294,7 @@ def _limit(params: dict[str, Any]) -> int:
     return limit
 
 
-def _to_dead(
+def _apply_to_dead(
     params: dict[str, Any], to_one: Callable[[str], str], to_some: Callable[[str | None], DeadChunk]
 ) -> dict[str, Any]:
     """Applies `to_one` to the dead job `id`, or with `all` `to_some` to the next ones."""

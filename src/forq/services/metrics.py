@@ -35,7 +35,7 @@ from forq.settings import WORK
 SNAPSHOT_SECONDS = 1.0
 # A fault of a queue counts only if a second snapshot shows it too. By then a dead process is replaced and a new queue
 # is served; and a scheduled job, which seems to have waited all the time when it becomes due, has started.
-AGAIN_SECONDS = 0.5
+CONFIRM_SECONDS = 0.5
 # Two snapshots, with a slow supervisor and a slow Redis.
 LONGEST_SNAPSHOT_SECONDS = 15.0
 
@@ -107,7 +107,7 @@ class Endpoints:
         faults = faults_in(snapshot, self._health_seconds)
         seen = _queues_in(faults)
         if seen - known:
-            time.sleep(AGAIN_SECONDS)
+            time.sleep(CONFIRM_SECONDS)
             snapshot = self._sampler.sample()
             faults = [fault for fault in faults_in(snapshot, self._health_seconds) if fault.queue in {None, *seen}]
         self._snapshot, self._faults, self._rendered = snapshot, faults, {}

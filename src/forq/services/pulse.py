@@ -199,7 +199,7 @@ class Pulse:
 
     def _send_heartbeats(self, queues: list[str]) -> None:
         failure: RedisUnavailable | None = None
-        missed = self._link.library_reloads()
+        reloads_before = self._link.library_reloads()
         wanted: set[tuple[str, int]] = set()
         for queue, beat in self._recovery.heartbeats(queues, self._context.expiry_ms, self._positions()):
             if isinstance(beat, RedisUnavailable):
@@ -214,7 +214,7 @@ class Pulse:
         self._unread.probe_resting(wanted)
         if queues:
             self._note_redis(failure)
-        if self._link.library_reloads() != missed:
+        if self._link.library_reloads() != reloads_before:
             self._rpc.notify("redis_back")
 
     def _handle_beat(self, queue: str, beat: Heartbeat | ForqError) -> None:
@@ -262,9 +262,9 @@ class Pulse:
         """One heartbeat for everything until then: its reply says how many jobs need helpers."""
         if queue not in self._heartbeats_soon:
             self._heartbeats_soon.add(queue)
-            self._later(seconds, partial(self._send_one, queue))
+            self._later(seconds, partial(self._send_pending_heartbeat, queue))
 
-    def _send_one(self, queue: str) -> None:
+    def _send_pending_heartbeat(self, queue: str) -> None:
         self._heartbeats_soon.discard(queue)
         main = main_queue(queue)
         if queue in self._queues and (queue == main or self._retry_is_busy(main)):

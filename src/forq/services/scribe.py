@@ -48,7 +48,7 @@ def append_lines(directory: Path, lines: Sequence[Mapping[str, object]], max_byt
     data = b"".join(_encode(line) + b"\n" for line in lines)
     try:
         with _opened_directory(directory) as folder:
-            fd = _opened_for(len(data), folder, max_bytes)
+            fd = _open_with_room(len(data), folder, max_bytes)
             try:
                 _write(fd, data)
                 if os.fstat(fd).st_size == len(data):
@@ -88,7 +88,7 @@ def _sync_directory(directory: Path) -> None:
         os.close(fd)
 
 
-def _opened_for(size: int, folder: int, max_bytes: int) -> int:
+def _open_with_room(size: int, folder: int, max_bytes: int) -> int:
     """Opens and locks the log, with room for `size` bytes."""
     while True:
         fd = os.open(NAME, _FILE_FLAGS, 0o600, dir_fd=folder)

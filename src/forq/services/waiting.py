@@ -68,7 +68,7 @@ class Awaiters:
         self._awaiters: dict[str, Awaiter] = {}
         self._due_heap: list[tuple[float, int, Awaiter]] = []
         self._order = count()
-        self._away_until = 0.0
+        self._redis_down_until = 0.0
 
     def __len__(self) -> int:
         return len(self._awaiters)
@@ -76,7 +76,7 @@ class Awaiters:
     def wait_for_item(self, params: dict[str, Any]) -> object:
         """The verb `await`: an item, or None at `until` (None: waits forever)."""
         until = params["until"]
-        one = Awaiter(
+        awaiter = Awaiter(
             leases=Leases(self._link, self._prefix, params["name"]),
             name=params["awaiter"],
             job_id=params["id"],
@@ -84,24 +84,24 @@ class Awaiters:
             lease_ms=params["lease_ms"],
             until=float("inf") if until is None else until,
         )
-        if one.until <= self._now():
-            return self._request_once(one)
-        self._awaiters[one.name] = one
+        if awaiter.until <= self._now():
+            return self._request_once(awaiter)
+        self._awaiters[awaiter.name] = awaiter
         try:
-            item = self._fetch(one)
+            item = self._fetch(awaiter)
         except ForqError:
-            del self._awaiters[one.name]
+            del self._awaiters[awaiter.name]
             raise
         if item is None:
-            return one.reply
-        del self._awaiters[one.name]
+            return awaiter.reply
+        del self._awaiters[awaiter.name]
         return item
 
     def leave(self, params: dict[str, Any]) -> object:
         """The verb `leave`: the client is gone. An item that it was handed in the meantime is returned."""
-        one = self._awaiters.pop(params["awaiter"], None)
-        if one is not None:
-            one.reply.resolve(None)
+        awaiter = self._awaiters.pop(params["awaiter"], None)
+        if awaiter is not None:
+            awaiter.reply.resolve(None)
         try:
             Leases(self._link, self._prefix, params["name"]).leave(params["awaiter"])
         except RedisUnavailable as exc:
@@ -115,8 +115,8 @@ class Awaiters:
         except RedisUnavailable as exc:
             self._loop.remove_reader(fd)
             log.info("lost the subscription of awaiters; subscribing again awaiters=%s error=%s", len(self), exc)
-            for one in self._awaiters.values():
-                self._set_due(one, self._now())
+            for awaiter in self._awaiters.values():
+                self._set_due(awaiter, self._now())
             return
         for _, name in messages:
             if name in self._awaiters:
@@ -135,63 +135,68 @@ class Awaiters:
             heapq.heappop(self._due_heap)
         return max(0.0, self._due_heap[0][0] - self._now()) if self._due_heap else None
 
-    def _serve(self, one: Awaiter) -> None:
-        last = one.until <= self._now()
+    def _serve(self, awaiter: Awaiter) -> None:
+        last = awaiter.until <= self._now()
         answer: object
         try:
-            answer = self._fetch(one)
+            answer = self._fetch(awaiter)
         except ForqError as exc:
             answer = exc
         except Exception as exc:  # a bug must not end the clerk: all other clients would be disconnected
-            log.exception("cannot serve an awaiter queue=%s", one.leases.queue)
+            log.exception("cannot serve an awaiter queue=%s", awaiter.leases.queue)
             answer = internal_error(exc)
         if answer is not None or last:
-            del self._awaiters[one.name]
-            one.reply.resolve(answer)
+            del self._awaiters[awaiter.name]
+            awaiter.reply.resolve(answer)
 
-    def _fetch(self, one: Awaiter) -> dict[str, Any] | None:
+    def _fetch(self, awaiter: Awaiter) -> dict[str, Any] | None:
         """The item it was handed; None, with its next due time set, if there is none yet."""
         now = self._now()
-        if now >= self._away_until:
+        if now >= self._redis_down_until:
             try:
                 self._subscribe()
-                return self._request(one)
+                return self._request(awaiter)
             except RedisUnavailable:
                 # The others need not run into the same timeout.
-                self._away_until = self._now() + RETRY_SECONDS
-        self._set_due(one, min(self._away_until, one.until))
+                self._redis_down_until = self._now() + RETRY_SECONDS
+        self._set_due(awaiter, min(self._redis_down_until, awaiter.until))
         return None
 
-    def _request(self, one: Awaiter) -> dict[str, Any] | None:
+    def _request(self, awaiter: Awaiter) -> dict[str, Any] | None:
         """Renews its registration, or removes it if its time is up."""
         now = self._now()
-        answer = one.leases.request(
-            one.name, one.job_id, mode=one.mode, register=now < one.until, lease_ms=one.lease_ms, via=self._clerk
+        answer = awaiter.leases.request(
+            awaiter.name,
+            awaiter.job_id,
+            mode=awaiter.mode,
+            register=now < awaiter.until,
+            lease_ms=awaiter.lease_ms,
+            via=self._clerk,
         )
         if answer.lease is not None:
-            return _describe(one.name, answer.lease)
-        self._set_due(one, min(now + answer.valid_ms / 2000, one.until))
+            return _describe(awaiter.name, answer.lease)
+        self._set_due(awaiter, min(now + answer.valid_ms / 2000, awaiter.until))
         return None
 
-    def _request_once(self, one: Awaiter) -> dict[str, Any] | None:
+    def _request_once(self, awaiter: Awaiter) -> dict[str, Any] | None:
         try:
-            return self._request(one)
+            return self._request(awaiter)
         except OutcomeUnknown:
             # It may hold an item by now: the same request gets the same item.
-            return self._request(one)
+            return self._request(awaiter)
 
     def _subscribe(self) -> None:
         if not self._subscription.connected:
             self._subscription.connect()
             self._loop.add_reader(self._subscription.fileno(), self._receive)
 
-    def _set_due(self, one: Awaiter, at: float) -> None:
-        one.due = at
-        heapq.heappush(self._due_heap, (at, next(self._order), one))
+    def _set_due(self, awaiter: Awaiter, at: float) -> None:
+        awaiter.due = at
+        heapq.heappush(self._due_heap, (at, next(self._order), awaiter))
 
-    def _is_current(self, at: float, _: int, one: Awaiter) -> bool:
+    def _is_current(self, at: float, _: int, awaiter: Awaiter) -> bool:
         """False for an awaiter that was served, or got another due time, in the meantime."""
-        return one.due == at and self._awaiters.get(one.name) is one
+        return awaiter.due == at and self._awaiters.get(awaiter.name) is awaiter
 
 
 def _describe(awaiter: str, lease: Lease) -> dict[str, Any]:
@@ -208,7 +213,7 @@ def _describe(awaiter: str, lease: Lease) -> dict[str, Any]:
 WATCH_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 5.0
 # A client that watches repeats its request at once, so after this pause none does.
-LISTEN_SECONDS = 10.0
+UNSUBSCRIBE_SECONDS = 10.0
 _SEEN = re.compile(r"([0-9]{1,20}) [0-9a-f]{16}")
 _FIELDS = ("identifier", "retry_count", "stall_count", "timeout_count", "run_at", "progress", "error")
 _END_FIELDS = ("ended_at", "result", "result_error")
@@ -245,7 +250,7 @@ class Watchers:
             link.url, progress_channels(prefix, database_of(link.url)), name="forq-clerk-watch"
         )
         self._watchers: list[Watcher] = []
-        self._asked_at = 0.0
+        self._requested_at = 0.0
 
     def __len__(self) -> int:
         return len(self._watchers)
@@ -255,16 +260,16 @@ class Watchers:
         name, job_id = check_queue_name(params.get("name")), check_job_id(params.get("id"))
         seen, wait_seconds = _read_seen(params.get("seen")), _read_wait(params.get("wait"))
         since = int(seen.partition(" ")[0]) if seen is not None else 0
-        one = Watcher(Inspector(self._link, self._prefix, name), job_id, seen, since, self._now() + wait_seconds)
-        self._asked_at = self._now()
+        watcher = Watcher(Inspector(self._link, self._prefix, name), job_id, seen, since, self._now() + wait_seconds)
+        self._requested_at = self._now()
         # Before the read: later changes are received.
         self._subscribe()
-        answer = self._read(one)
+        answer = self._read(watcher)
         if answer["seen"] != seen or wait_seconds <= 0:
             return answer
-        one.due = min(self._now() + WATCH_SECONDS, one.until)
-        self._watchers.append(one)
-        return one.reply
+        watcher.due = min(self._now() + WATCH_SECONDS, watcher.until)
+        self._watchers.append(watcher)
+        return watcher.reply
 
     def _receive(self) -> None:
         fd = self._subscription.fileno()
@@ -275,52 +280,52 @@ class Watchers:
             log.info("lost the subscription of watchers; reading once a second watchers=%s error=%s", len(self), exc)
             return
         changed = {(queue_of_channel(channel), job_id) for channel, ids in messages for job_id in ids.split(" ")}
-        for one in self._watchers:
-            if (one.inspector.name, one.job_id) in changed:
-                one.due = self._now()
+        for watcher in self._watchers:
+            if (watcher.inspector.name, watcher.job_id) in changed:
+                watcher.due = self._now()
 
     def tick(self) -> float | None:
         """Replies to watchers whose job has changed or whose time is up. Returns seconds until the next is due."""
         now = self._now()
-        for one in [one for one in self._watchers if one.due <= now]:
+        for watcher in [watcher for watcher in self._watchers if watcher.due <= now]:
             answer: object
             try:
-                answer = self._read(one)
-                one.due = min(now + WATCH_SECONDS, one.until)
-                if answer["seen"] == one.seen and now < one.until:
+                answer = self._read(watcher)
+                watcher.due = min(now + WATCH_SECONDS, watcher.until)
+                if answer["seen"] == watcher.seen and now < watcher.until:
                     continue
             except ForqError as exc:
                 answer = exc
             except Exception as exc:  # a bug must not end the clerk: all other clients would be disconnected
-                log.exception("cannot read a watched job queue=%s", one.inspector.name)
+                log.exception("cannot read a watched job queue=%s", watcher.inspector.name)
                 answer = internal_error(exc)
-            self._watchers.remove(one)
-            one.reply.resolve(answer)
-        if self._subscription.connected and not self._watchers and now >= self._asked_at + LISTEN_SECONDS:
+            self._watchers.remove(watcher)
+            watcher.reply.resolve(answer)
+        if self._subscription.connected and not self._watchers and now >= self._requested_at + UNSUBSCRIBE_SECONDS:
             self._unsubscribe()
-        due = [one.due for one in self._watchers]
+        due = [watcher.due for watcher in self._watchers]
         if not due and self._subscription.connected:
-            due = [self._asked_at + LISTEN_SECONDS]
+            due = [self._requested_at + UNSUBSCRIBE_SECONDS]
         return max(0.0, min(due) - self._now()) if due else None
 
-    def _read(self, one: Watcher) -> dict[str, Any]:
+    def _read(self, watcher: Watcher) -> dict[str, Any]:
         try:
-            job = one.inspector.job(one.job_id)
+            job = watcher.inspector.job(watcher.job_id)
         except UnknownJob:
-            if one.seen is None:
+            if watcher.seen is None:
                 raise
             job = {"state": "gone"}
-        if one.seen is None:
-            one.since = job["fence"] if "fence" in job else self._server_us(one.inspector.name)
-        elif job["state"] in ("dead", "done") and job["fence"] < one.since:
+        if watcher.seen is None:
+            watcher.since = job["fence"] if "fence" in job else self._server_us(watcher.inspector.name)
+        elif job["state"] in ("dead", "done") and job["fence"] < watcher.since:
             # An earlier job of the same id; the watched one was removed in another way.
             job = {"state": "gone"}
         reply = {
-            "id": one.job_id,
+            "id": watcher.job_id,
             "state": job["state"],
             **{key: job[key] for key in _FIELDS + _END_FIELDS if key in job},
         }
-        return {**reply, "seen": f"{one.since} {_digest(reply, job.get('fence'))}"}
+        return {**reply, "seen": f"{watcher.since} {_digest(reply, job.get('fence'))}"}
 
     def _server_us(self, name: str) -> int:
         """The server's time: a fence is at least the time of its claim."""
@@ -396,37 +401,37 @@ class Followers:
         )
         if answer["records"] or answer["more"] or answer["skipped"] or wait_seconds <= 0:
             return answer
-        one = Follower(queue, answer["cursor"], job, self._now() + wait_seconds)
+        follower = Follower(queue, answer["cursor"], job, self._now() + wait_seconds)
         if not self._followers:
             self._check_at = self._now() + FOLLOW_SECONDS
-        self._followers.append(one)
-        return one.reply
+        self._followers.append(follower)
+        return follower.reply
 
     def tick(self) -> float | None:
         """Replies to followers with new output or whose time is up. Returns the seconds until the next check."""
         now = self._now()
         if self._followers and now >= self._check_at:
             self._check_at = now + FOLLOW_SECONDS
-            for one in list(self._followers):
-                answer = self._read(one, now)
+            for follower in list(self._followers):
+                answer = self._read(follower, now)
                 if answer is not None:
-                    self._followers.remove(one)
-                    one.reply.resolve(answer)
+                    self._followers.remove(follower)
+                    follower.reply.resolve(answer)
         return max(0.0, self._check_at - self._now()) if self._followers else None
 
-    def _read(self, one: Follower, now: float) -> object:
+    def _read(self, follower: Follower, now: float) -> object:
         try:
-            if not self._reader.has_more(one.queue, one.cursor) and now < one.until:
+            if not self._reader.has_more(follower.queue, follower.cursor) and now < follower.until:
                 return None
-            answer = self._reader.read(one.queue, one.cursor, tail=0, job=one.job)
+            answer = self._reader.read(follower.queue, follower.cursor, tail=0, job=follower.job)
         except ForqError as exc:
             return exc
         except Exception as exc:  # a bug must not end the clerk: all other clients would be disconnected
-            log.exception("cannot read the output queue=%s", one.queue)
+            log.exception("cannot read the output queue=%s", follower.queue)
             return internal_error(exc)
-        if answer["records"] or answer["more"] or answer["skipped"] or now >= one.until:
+        if answer["records"] or answer["more"] or answer["skipped"] or now >= follower.until:
             return answer
-        one.cursor = answer["cursor"]
+        follower.cursor = answer["cursor"]
         return None
 
 
