@@ -95,7 +95,9 @@ def freeze_redis(server: Server, url: str, settings: str, seconds: float, watch_
         began = time.monotonic()
         wait_until(lambda: one.queue_status("shared")["done"] == 6, 30.0, "what ran meanwhile is settled")
         while time.monotonic() - began < watch_seconds:
-            assert not any("took over" in forq.log or "restarting all queues" in forq.log for forq in supervisors)
+            assert not any(
+                "evicted processors" in forq.log or "restarting all queues" in forq.log for forq in supervisors
+            )
             time.sleep(0.1)
         assert [forq.child("shared")["pid"] for forq in supervisors] == before, "nobody lost a process"
         again = three.client().queue("shared").enqueue_many([0] * 30)

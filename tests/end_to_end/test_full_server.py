@@ -40,6 +40,6 @@ def test_a_supervisor_that_starts_on_a_full_server_drains_it(server: Server, red
             forq.start()
             forq.ctl("resume", "full")
             wait_until(lambda: {t.job for t in forq.traces("end")} == set(ids), 60.0, "every job has run")
-            assert "cannot be served" not in forq.log
+            assert "cannot serve queue" not in forq.log
         finally:
             redis.config_set("maxmemory", 0)
