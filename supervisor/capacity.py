@@ -1,7 +1,7 @@
 """The supervisor's capacity: which workers may run jobs now (Capacity), and the messages to and from them (Grants).
 
 1. A worker that wants units gets `go` if it may use them at once, else `wait`, and `go` later.
-2. It keeps its units, idle or busy, until it sends `done`. While no worker waits, no holder is asked to yield.
+2. It keeps its units, idle or busy, until it sends `done`. While no worker waits, no holder has to yield.
 3. If the first waiter in line does not fit, holders get `yield`, each once until it answers with `done`.
 
 Order of the line: highest level first (priority, plus one for each `aging_seconds` of waiting), then fewest units, then
@@ -102,7 +102,7 @@ class _Waiter:
 class Capacity:
     """The units of one supervisor. Has no clock and no I/O: time is an argument, messages are returned.
 
-    `units` and `aging_seconds` are above 0; `idle` tells whether a holder runs no job.
+    `units` and `aging_seconds` are above 0; `idle` returns whether a holder runs no job.
     """
 
     def __init__(self, units: int, *, aging_seconds: float, idle: Callable[[Holder], bool]) -> None:

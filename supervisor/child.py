@@ -310,7 +310,7 @@ class ChildTable:
         self.loop.on_signal(signal.SIGCHLD, self._check_stops)
 
     def _check_stops(self) -> None:
-        """Leaves ended children alone: their pidfds report them."""
+        """Does not reap: an ended child is reported by its pidfd."""
         for _ in range(STOPS_PER_PASS):
             try:
                 found = os.waitid(os.P_ALL, 0, os.WSTOPPED | os.WCONTINUED | os.WNOHANG)
@@ -326,8 +326,8 @@ class ChildTable:
     def delegate(
         self, verb: str, params: dict[str, Any], here: Callable[[], object], then: Callable[[Any], None]
     ) -> None:
-        """Lets the warden do it and calls `then` with its answer. Without a warden, or if it dies meanwhile, `here`
-        does it in this process: the machine may be out of processes, and this kill may be what frees some. `then`
+        """Sends the request to the warden and calls `then` with its answer. Without a warden, or if it dies, calls
+        `here` instead, in this process: the machine may be out of processes, and only this kill frees some. `then`
         gets None if that fails, too."""
 
         def do_here() -> None:
@@ -335,7 +335,7 @@ class ChildTable:
             try:
                 result = here()
             except Exception:  # `then` must be called in any case
-                log.exception("cannot clean up after a child verb=%s", verb)
+                log.exception("failed to clean up after a child verb=%s", verb)
             then(result)
 
         def answered(answer: Any) -> None:
@@ -423,7 +423,7 @@ class Child:
     2. Stops the child: TERM, then TERM to its group, then a kill of its whole tree.
     3. Calls `on_end` once, when the child is reaped and its tree is gone.
 
-    `keep_fds` are inherited in addition to those of the ChildTable. `kernel_limits` tells whether the kernel enforces
+    `keep_fds` are inherited in addition to those of the ChildTable. `kernel_limits`: whether the kernel enforces
     `resources`. `stopped` and `resumed` (a counter) follow stop signals; `on_stop` is called when they change.
 
     The constructor raises OSError if the system is out of processes, descriptors or control groups.
@@ -584,8 +584,8 @@ class Child:
             self._children.loop.call_later(LEASH_CLOSED_SECONDS, self._kill_if_alive)
 
     def _kill_if_alive(self) -> None:
-        """A leash usually closes because the child ends. A child that lives on could not even request a deadline for
-        its jobs."""
+        """A leash usually closes because the child ends. A child without one could not request deadlines for its
+        jobs."""
         if not self.ended and not self.stopping:
             log.error("child closed its leash; killing it child=%s", self.name)
             self.kill_and_ignore("leash_closed")
@@ -656,7 +656,7 @@ class Child:
             if not more and not self._ignoring and drained_bytes < MAX_DRAIN_BYTES and (count := self._leash.receive()):
                 more, drained_bytes = True, drained_bytes + count
         except Exception:  # `on_end` must be called in any case
-            log.exception("cannot handle the last messages of a child child=%s", self.name)
+            log.exception("failed to handle the last messages of a child child=%s", self.name)
         if more:
             self._children.loop.call_later(0.0, lambda: self._drain_leash(ended, drained_bytes))
             return

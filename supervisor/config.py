@@ -93,7 +93,7 @@ def read_metrics(table: object, file: Path) -> MetricsConfig:
 UNITS_PER_CPU = 100
 PIPELINE_QUEUE = "forq-pipeline"
 PIPELINE_HANDLER = "forq.pipeline.ingest:ingest"
-# Never dead: journals that it has not read yet wait for it, or show as a gap.
+# So that its job never becomes dead: without it, journals fill up and lose entries.
 _PIPELINE_OPTIONS = {"max_retries": 10**6, "max_timeouts": 10**6, "max_stalls": 10**6, "timeout": "1h", "size": 1}
 DEFAULT_FILE = Path("/etc/forq/forq.toml")
 
@@ -220,7 +220,7 @@ def _read_toml(file: Path, *, strict: bool) -> dict[str, object]:
 
 def _read_queues(tables: object, file: Path, mode: str) -> tuple[QueueSpec, ...]:
     if not isinstance(tables, dict):
-        raise ConfigError(f"{file}: queues = {shown(tables)} is not allowed: tables [queues.NAME]")
+        raise ConfigError(f"{file}: queues = {shown(tables)} is not allowed: use tables [queues.NAME]")
     return tuple(_read_queue(name, table, file, mode) for name, table in tables.items())
 
 
@@ -237,7 +237,7 @@ def _take_schedules(tables: object, file: Path) -> dict[str, dict[str, dict[str,
 def _read_queue(name: str, table: object, file: Path, mode: str) -> QueueSpec:
     where = f"{file}: [queues.{name}]"
     if not isinstance(table, dict):
-        raise ConfigError(f"{where}: {shown(table)} is not allowed: a table of options")
+        raise ConfigError(f"{where}: {shown(table)} is not allowed: use a table of options")
     path = table.get("path")
     folders = [path] if isinstance(path, str) else path
     if isinstance(folders, list):
@@ -247,7 +247,7 @@ def _read_queue(name: str, table: object, file: Path, mode: str) -> QueueSpec:
 
 def _read_bridges(tables: object, file: Path) -> tuple[BridgeConfig, ...]:
     if not isinstance(tables, list) or not all(isinstance(table, dict) for table in tables):
-        raise ConfigError(f"{file}: bridge = {shown(tables)} is not allowed: tables [[bridge]]")
+        raise ConfigError(f"{file}: bridge = {shown(tables)} is not allowed: use tables [[bridge]]")
     bridges = tuple(_read_bridge(table, f"{file}: [[bridge]]", file) for table in tables)
     if len({bridge.listen for bridge in bridges}) < len(bridges):
         raise ConfigError(f"{file}: [[bridge]]: two bridges cannot listen at the same path")
@@ -257,7 +257,7 @@ def _read_bridges(tables: object, file: Path) -> tuple[BridgeConfig, ...]:
 def _read_bridge(table: Mapping[str, object], where: str, file: Path) -> BridgeConfig:
     given = read_section(BRIDGE, table, where, str(file.parent))
     if given["listen"] is None:
-        raise ConfigError(f"{where}: listen is needed: the path of a Unix socket")
+        raise ConfigError(f"{where}: listen is required: the path of a Unix socket")
     check_socket_path(Path(given["listen"]))
     return BridgeConfig(Path(given["listen"]), given["tick"])
 
@@ -296,7 +296,7 @@ def _check_together(config: Config, sources: Mapping[str, str]) -> None:
 
 
 def check_size(options: Mapping[str, Value], capacity: int, where: str) -> None:
-    """InvalidOption if a job needs more units than the capacity: it would wait for ever."""
+    """Raises InvalidOption if a job needs more units than the capacity: it would wait for ever."""
     for name in ("size", "fail_size"):
         if int(options.get(name, 0)) > capacity:
             raise InvalidOption(f"{where}: {name} = {options[name]} is not allowed: capacity is {capacity} units")

@@ -68,7 +68,7 @@ class Request:
             self.fail(ForqError("internal error: the answer cannot be sent"), jsonrpc.INTERNAL_ERROR)
             return
         if len(line) > MAX_OUTPUT_BYTES:
-            self.fail(InvalidData(f"the answer is larger than {MAX_OUTPUT_BYTES} bytes: ask for less"))
+            self.fail(InvalidData(f"the answer is larger than {MAX_OUTPUT_BYTES} bytes: request less"))
             return
         self._answer(line)
 
@@ -492,7 +492,7 @@ class ControlServer:
 
 
 def warn_of_few_descriptors(queues: int, in_use: int) -> None:
-    """Checks the limit at start, for this many queues and descriptors in use."""
+    """Called at start, with the number of queues and of descriptors in use."""
     needed = in_use + DESCRIPTORS_PER_QUEUE * queues + RESERVED_DESCRIPTORS + MAX_CONNECTIONS
     allowed = _descriptor_limit()
     if allowed < needed:

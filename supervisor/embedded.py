@@ -78,8 +78,8 @@ def command(program: str, paths: ServerPaths) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    """Lets glibc's malloc cache as many chunks as a batch of jobs needs: a twelfth fewer instructions per job. The
-    user's own setting takes precedence."""
+    """Lets glibc's malloc cache as many chunks as a batch of jobs needs: that saves a twelfth of the
+    instructions per job. The user's own setting takes precedence."""
     return {"GLIBC_TUNABLES": f"glibc.malloc.tcache_count={MALLOC_CACHED_CHUNKS}", **os.environ}
 
 
@@ -205,6 +205,6 @@ class EmbeddedRedis:
         loop = self._children.loop
         delay = self._respawn.delay_after_death(lived_seconds)
         log.error(
-            "embedded Redis died; see redis/server.log in the state directory end=%s again_in=%.2fs", reason, delay
+            "embedded Redis died; see redis/server.log in the state directory end=%s restart_in=%.2fs", reason, delay
         )
         loop.call_later(delay, lambda: None if self._stopped else self.start())

@@ -164,7 +164,7 @@ class HelperProcesses:
     Pulse reports the number of waiting jobs after a recovery and with each heartbeat; it is not remembered in between.
     When a helper that has run a job ends, the number is requested again: jobs may still wait.
 
-    `make` starts a process, or raises OSError or ForqError; `wanted` tells whether the queue is served now; `gone` is
+    `make` starts a process, or raises OSError or ForqError; `wanted` returns whether the queue is served now; `gone` is
     called after the end of each helper.
     """
 
@@ -245,7 +245,7 @@ class HelperProcesses:
             if not progressed and not began:
                 delay = self._respawn.delay_after_death(0.0)
                 self._not_before = self._deps.children.loop.now() + delay
-            log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", *(self._queue, role, end.text, delay))
+            log.warning("child died queue=%s child=%s end=%s restart_in=%.2fs", *(self._queue, role, end.text, delay))
 
     def _start(self, role: Role) -> None:
         self._starting[role] -= 1
@@ -255,5 +255,5 @@ class HelperProcesses:
             self.processes.append(self._make(role, self))
         except (OSError, ForqError) as exc:
             # Out of processes, descriptors or slots. The retry process continues, and the next heartbeat tries again.
-            log.error("cannot start child queue=%s child=%s error=%s", self._queue, role.name.lower(), exc)
+            log.error("failed to start child queue=%s child=%s error=%s", self._queue, role.name.lower(), exc)
         self._deps.changed()

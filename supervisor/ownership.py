@@ -28,8 +28,8 @@ def strict_modes(environ: Mapping[str, str]) -> bool:
 
 
 def refuse_changeable(path: Path, what: str, status: os.stat_result | None = None) -> None:
-    """ConfigError if another user could change or replace the file or directory. `status`: fstat of the open file, if
-    it is open."""
+    """Raises ConfigError if another user could change or replace the file or directory. `status`: fstat of the file,
+    if it is open."""
     real = Path(os.path.realpath(path))
     _refuse(real, f"{what} {path}", status or os.stat(real), sticky_is_safe=False)
     # The directories of the target, and those of the link if the path is a link.

@@ -233,7 +233,7 @@ class QueueProcess:
         return None if running or end.code != self._announced_exit else end.code
 
     def retire(self) -> None:
-        """Claims no more jobs and exits when its running jobs have ended, however long they take."""
+        """Makes it claim no more jobs, and exit when its running jobs have ended, however long they take."""
         if not self.retiring:
             self.retiring = True
             self.child.signal(signal.SIGTERM)
@@ -257,7 +257,7 @@ class QueueProcess:
         self.stacks.take(lambda dump: self._on_dump(slot, dump))
 
     def exceed(self, limit: Exceeded) -> None:
-        """It exceeds its resources: kills it at once, with all its jobs."""
+        """Kills the process at once, with all its jobs, because it exceeds its resources."""
         if self.child.ended or self._exceeded is not None:
             return
         jobs = [slot.job.decode("utf-8", "replace") for slot in self.busy()]
@@ -300,14 +300,14 @@ class QueueProcess:
         )
 
     def _on_line(self, line: bytes) -> None:
-        """InvalidData if the message is not one of ours: then user code writes to the leash, and no line is trusted."""
+        """Raises InvalidData for a message that forq does not send: user code wrote it, so no later line is trusted."""
         message = jsonrpc.decode(line)
         if not isinstance(message, dict):
-            raise InvalidData("a message is a JSON object")
+            raise InvalidData("a message must be a JSON object")
         try:
             numbers = [message[key] for key in ("want", "done", "unguarded", "left") if key in message]
             if any(number not in self.slots for number in numbers):
-                raise InvalidData(f"there is no worker {numbers}")
+                raise InvalidData(f"no such worker: {numbers}")
             self._handle(message)
         except InvalidData:
             raise
@@ -315,7 +315,7 @@ class QueueProcess:
             raise InvalidData(f"unexpected content: {type(exc).__name__}: {exc}") from exc
 
     def _invalid_leash(self, cause: str) -> None:
-        """The process is about to be killed for invalid input on its leash: blames the jobs that run there."""
+        """Called before the process is killed for invalid input on its leash: counts that against its running jobs."""
         running = [slot for slot in self._slots() if slot.position & 1]
         outcome = "stalled" if len(running) == 1 else "suspect"
         for slot in running:
@@ -408,7 +408,7 @@ class QueueProcess:
         for slot in slots:
             give_back = partial(self._deps.scoreboard.give_back, slot.number)
             params = self._last_position(slot, end, running)
-            # From here on no reader takes this slot for a live worker.
+            # From now on no reader mistakes this slot for a live worker.
             slot.state, slot.held, slot.pid = State.EMPTY, 0, 0
             if slot.worker:
                 self._deps.recover(params, give_back)
@@ -445,14 +445,14 @@ class QueueProcess:
         }
 
     def _exceeded_limit(self, end: Exit) -> Exceeded | None:
-        """The resource that it exceeded, if that ended it."""
+        """The resource limit that ended it, if one did."""
         if self._exceeded is not None:
             return self._exceeded
         return self.child.killed_by_kernel if end.signal == signal.SIGKILL else None
 
 
 def _checked_units(message: dict[str, Any]) -> dict[str, Any]:
-    """InvalidData if a request for capacity is out of range: the units are shared by all queues."""
+    """Raises InvalidData if a request for capacity is out of range: all queues share the units."""
     if "want" in message:
         _checked(message, "units", *_limits_of("size"))
         _checked(message, "priority", *_limits_of("priority"))
@@ -467,7 +467,7 @@ def _limits_of(option: str) -> tuple[int, int]:
 def _checked(message: dict[str, Any], key: str, lowest: int, highest: int) -> int:
     value = message[key]
     if type(value) is not int or not lowest <= value <= highest:
-        raise InvalidData(f"{key} is a whole number from {lowest} to {highest}")
+        raise InvalidData(f"{key} must be a whole number from {lowest} to {highest}")
     return value
 
 

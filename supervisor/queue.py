@@ -62,7 +62,7 @@ class ServedQueue:
         self.config_error: str | None = None
         # Traceback of config_error.
         self.traceback: str | None = None
-        # Why the last restart failed, while the old processes keep working.
+        # The reason of the last failed restart; the old processes keep working.
         self.restart_error: dict[str, Any] | None = None
         self._survivors: set[int] = set()
         self._deps = deps
@@ -100,10 +100,10 @@ class ServedQueue:
         return "running" if self._main_is_ready() else "starting"
 
     def trouble(self) -> str | None:
-        """Why its main process claims no jobs now, as a sentence; None if it does."""
+        """The reason why its main process claims no jobs now, as a sentence; None if it does."""
         entry = self._entries[0]
         flapping = [each for each in self._entries if self._flapping(each)]
-        # If the retry process flaps first, the state is "flapping" already.
+        # The retry process alone may flap, too.
         if self._wanted and (entry in flapping or (flapping and not self._main_is_ready())):
             restarts = max(each.restarts for each in flapping)
             deaths = f"its processes keep dying before they settle a job ({restarts} restarts, {self._last_end})"
@@ -188,7 +188,7 @@ class ServedQueue:
     ) -> None:
         """Ends its processes within the grace period, or at once. `then` is called when they are gone. Restarts under
         way fail with `reason`."""
-        error = reason or ForqError(f"the processes of queue {self.spec.name!r} were stopped meanwhile")
+        error = reason or ForqError(f"the processes of queue {self.spec.name!r} were stopped in the meantime")
         if then is not None:
             self._when_stopped.append(then)
         self._takeover_pending = False
@@ -424,9 +424,9 @@ class ServedQueue:
         try:
             entry.process = self._process(entry.role, self)
         except (OSError, ForqError) as exc:
-            # Out of processes, descriptors or slots: temporary.
+            # Out of processes, descriptors or slots. Usually temporary.
             delay = entry.respawn.delay_after_death(0.0)
-            log.error("cannot start child queue=%s error=%s again_in=%.2fs", self.spec.name, exc, delay)
+            log.error("failed to start child queue=%s error=%s retry_in=%.2fs", self.spec.name, exc, delay)
             entry.timer = self._deps.children.loop.call_later(delay, lambda: self._spawn(entry))
 
     def _after_death(
@@ -447,7 +447,7 @@ class ServedQueue:
                 self._deps.check_evicted(name)
             lived = process.child.uptime_seconds()
             delay = entry.respawn.delay_after_death(lived, progressed=progressed, began=began)
-            log.warning("child died queue=%s child=%s end=%s again_in=%.2fs", name, role, end.text, delay)
+            log.warning("child died queue=%s child=%s end=%s restart_in=%.2fs", name, role, end.text, delay)
             self._last_end = end.text
             entry.timer = self._deps.children.loop.call_later(delay, lambda: self._spawn(entry))
 

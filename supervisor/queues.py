@@ -28,7 +28,7 @@ from forq.supervisor.services import RETRY_SECONDS, Services
 from forq.supervisor.statedir import StateDir
 from forq.values import check_queue_name
 
-# A processor evicted more often than this within REJOIN_SECONDS gives up: its heartbeats do not get through.
+# If this processor is evicted more often than this within REJOIN_SECONDS, the supervisor exits.
 MAX_REJOINS = 5
 REJOIN_SECONDS = 600.0
 
@@ -153,7 +153,7 @@ class Queues:
             if isinstance(answer, RedisUnavailable):
                 self._loop.call_later(RETRY_SECONDS, lambda: self._begin_pipeline(pipeline))
             elif isinstance(answer, ForqError):
-                log.error("cannot start the pipeline error=%s", answer)
+                log.error("failed to start the pipeline error=%s", answer)
 
         self._services.clerk.request("push", job, pushed)
 
@@ -162,7 +162,7 @@ class Queues:
     ) -> None:
         """Creates or joins the queue in Redis, then starts its processes. Retries while Redis is down.
 
-        `reopening`: the queue existed before; if it was deleted meanwhile, it is dropped here, too.
+        `reopening`: the queue existed before; if it was deleted in the meantime, it is dropped here, too.
         """
         name = queue.spec.name
 
@@ -176,7 +176,7 @@ class Queues:
                     + f"; when it runs again: forqctl create {name} …"
                 )
             elif not self.serves(queue):
-                error = UnknownQueue(f"queue {name!r} was deleted meanwhile")
+                error = UnknownQueue(f"queue {name!r} was deleted in the meantime")
             elif error is None:
                 if answer is not None and answer["unscheduled"]:
                     log.warning(
@@ -186,7 +186,7 @@ class Queues:
                 queue.start()
                 self._services.send_served()
                 if then is not None:
-                    # Otherwise the first delayed jobs of the caller could be due before pulse watches this queue.
+                    # Otherwise the caller's first delayed jobs could be due before pulse watches this queue.
                     failing = queue.spec.fail_handler is not None
                     self._services.serve_new(name, with_fail_queue=failing, then=lambda: then(None))
                 return
@@ -334,11 +334,11 @@ class Queues:
             queue.restart(seconds, restarted)
 
     def _explained(self, failed: str, error: ForqError, queue: ServedQueue) -> ForqError:
-        """Error text: what failed, why, and which process still serves the queue."""
+        """Adds to the error what failed, and which process still serves the queue."""
         if self._stopping:
             return ForqError(f"{failed}: this supervisor is stopping")
         if not self.serves(queue):
-            return UnknownQueue(f"{failed}: it was deleted meanwhile")
+            return UnknownQueue(f"{failed}: it was deleted in the meantime")
         pid = queue.main_pid()
         remains = ""
         if not queue.opening:

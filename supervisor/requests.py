@@ -393,7 +393,7 @@ class Verbs:
         name = check_queue_name(request.params.get("name"))
         given = request.params.get("options")
         if not isinstance(given, dict) or not given:
-            raise UsageError("options is an object with at least one option")
+            raise UsageError("options must be an object with at least one option")
         if "mode" in given:
             raise InvalidOption(f"mode of queue {name!r} cannot be changed: it is fixed while the queue exists")
         # The clerk knows the queue's mode and checks whether it has these options and may change them.
@@ -448,7 +448,7 @@ class Verbs:
         if queue is None or queue.restart_error is None:
             return why
         return (
-            f"{why}; its queue runs older code since a restart failed: {queue.restart_error['message']} "
+            f"{why}; its queue runs older code because a restart failed: {queue.restart_error['message']} "
             f"(`forqctl status {name}` shows the traceback)"
         )
 

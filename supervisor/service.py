@@ -44,7 +44,7 @@ class Service:
        process; the others fail with OutcomeUnknown.
     3. Passes events to `on_event`.
 
-    `needed` tells whether it has work besides requests; otherwise `status` hides it and it gets no pings.
+    `needed` returns whether it has work besides requests. If not, `status` hides it and it gets no pings.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class Service:
                 on_stop=self._on_stop,
             )
         except OSError as exc:
-            log.error("cannot start service service=%s error=%s", self.name, exc)
+            log.error("failed to start service service=%s error=%s", self.name, exc)
             self._start_later(0.0)
             return
         unanswered, self._pending = self._pending, {}
@@ -135,7 +135,7 @@ class Service:
         return self._liveness.busy_until_ns > time.monotonic_ns()
 
     def ping_if_quiet(self, seconds: float) -> bool:
-        """Sends a ping if it has not passed its loop within this time; whether it did."""
+        """Sends a ping if it has not passed its loop within this time. Returns whether it sent one."""
         now_ns = time.monotonic_ns()
         if self.child is None or not (self._pending or self.needed()):
             return False
@@ -304,7 +304,7 @@ class OutputPipes:
         try:
             self._fds[name] = output_pipe.open_fifo(self._logs_dir / name)
         except ForqError as exc:
-            log.error("cannot capture the output of a queue queue=%s error=%s", name, exc)
+            log.error("failed to open the output FIFO; output is not captured queue=%s error=%s", name, exc)
 
     def directory(self, name: str) -> str | None:
         """The directory of the queue's FIFO; None if there is none."""

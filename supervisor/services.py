@@ -194,7 +194,7 @@ class Services:
         try:
             self._state.save_processor(self.processor)
         except ForqError as exc:
-            log.error("%s; trying again in %.0f s", exc, SAVE_RETRY_SECONDS)
+            log.error("%s; retrying in %.0f s", exc, SAVE_RETRY_SECONDS)
             self._loop.call_later(SAVE_RETRY_SECONDS, self._save_processor)
 
     def end_predecessor(self, queues: list[str]) -> None:
@@ -264,7 +264,7 @@ class Services:
         self._send_logger()
 
     def _send_logger(self) -> None:
-        """All queues that have or had processes, including those whose handler cannot be imported."""
+        """Includes queues whose handler cannot be imported: the logger has their output, too."""
         self.logger.request("serve", {"queues": self.output_pipes.names})
 
     def status_of_redis(self) -> dict[str, Any]:
@@ -280,7 +280,7 @@ class Services:
             if isinstance(answer, RedisUnavailable | BackPressure):
                 self._loop.call_later(LOAD_RETRY_SECONDS, self._load_functions_again)
             elif isinstance(answer, ForqError):
-                log.error("cannot load the functions for clients into Redis error=%s", answer)
+                log.error("failed to load the functions for clients into Redis error=%s", answer)
             elif self._load_missed:
                 self.load_functions()
 
@@ -334,7 +334,7 @@ class Services:
         return partial(entry_points.run_child, settings)
 
     def _service(self, name: str, run: Callable[..., int], **how: Any) -> Service:
-        """The service gets the context of the moment at which it starts."""
+        """Each start of the service uses the context of that moment."""
         return Service(
             self.children, name, lambda leash: run(self.context, leash), on_stop=self.watch.check_soon, **how
         )

@@ -233,7 +233,7 @@ def new_processor_name() -> str:
 
 @contextmanager
 def _writing(path: Path) -> Iterator[None]:
-    """Turns OSError into ForqError; if the disk is full, the text says where to free space."""
+    """Turns OSError into ForqError; if the disk is full, adds where to free space."""
     try:
         yield
     except OSError as exc:

@@ -66,7 +66,7 @@ class StatusVerb:
     def status(self, request: Request) -> None:
         wanted = request.params.get("names") or []
         if not isinstance(wanted, list):
-            raise UsageError("names is a list of queue names")
+            raise UsageError("names must be a list of queue names")
         served = sorted(self._queues.by_name)
         others = [name for name in wanted if check_queue_name(name) not in served]
         if others and request.params.get("counts") is False:
@@ -150,7 +150,7 @@ class StatusVerb:
         # counts_ms is the whole time of the request through the clerk, not a bare round trip to Redis.
         redis = self._services.status_of_redis() | {"counts_ms": counts_ms}
         if isinstance(counts, ForqError) and self._clerk.unresponsive:
-            # The fault is the clerk's, which is listed as unresponsive; Redis may be fine.
+            # The clerk is at fault and listed as unresponsive; Redis may be fine.
             redis |= {"counts_ms": None}
         elif isinstance(counts, ForqError):
             redis |= {"ok": False, "error": str(counts), "counts_ms": None}

@@ -139,8 +139,8 @@ class Supervisor:
             self.queues.fail_jobs_wait(message["queue"])
 
     def _repair(self, name: str) -> None:
-        """Finishes the creation or deletion of a queue whose client died in the middle. Works in slices; after a
-        failure pulse reports the queue again."""
+        """Repairs a queue whose client died while creating or deleting it. Works in slices; after a failure pulse
+        reports the queue again."""
         if name in self._repairing:
             # Pulse repeats its report while the repair is under way.
             return
@@ -151,7 +151,7 @@ class Supervisor:
                 return
             self._repairing.discard(name)
             if isinstance(answer, ForqError):
-                log.warning("cannot repair half-created queue; will retry queue=%s error=%s", name, answer)
+                log.warning("failed to repair queue; retrying queue=%s error=%s", name, answer)
 
         log.info("repairing half-created or half-deleted queue queue=%s", name)
         self._repairing.add(name)
@@ -166,7 +166,7 @@ class Supervisor:
         self._title_timer = None
         setproctitle(f"forq: supervisor ({', '.join(self._counts())})")
         if any(queue.state == "flapping" for queue in self.queues.by_name.values()):
-            # No event marks the end of flapping.
+            # Nothing is reported when flapping ends.
             self._title_timer = self.loop.call_later(FLAPPING_CHECK_SECONDS, self._show_title)
 
     def _counts(self) -> list[str]:

@@ -31,7 +31,7 @@ log = logging.getLogger("forq")
 
 @dataclass(frozen=True)
 class SystemdInput:
-    """What systemd passed to this process; `fds` are listening sockets, as (descriptor, name)."""
+    """Variables and sockets from systemd. `fds`: listening sockets, as (descriptor, name)."""
 
     notify_socket: str | None
     watchdog_seconds: float | None
@@ -39,7 +39,7 @@ class SystemdInput:
 
 
 class NotifySource(Protocol):
-    """The supervisor, as far as systemd is notified about it."""
+    """The parts of the supervisor that systemd is notified about."""
 
     @property
     def ready(self) -> bool: ...

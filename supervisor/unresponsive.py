@@ -1,6 +1,6 @@
 """Detects unresponsive children: processes of queues (ProcessWatch) and services (ServiceWatch).
 
-All waits are measured in slices of the supervisor's own awake time, so that a suspended supervisor blames no child.
+All waits are measured in slices of the supervisor's own awake time: a suspended supervisor must not blame its children.
 """
 
 import logging
@@ -28,7 +28,7 @@ RUNNING_JOB_SECONDS = 1.0
 
 
 class ProcessWatch:
-    """Detects that a process of a queue is unresponsive, and reports it to be killed when no job is lost by that.
+    """Detects that a process of a queue is unresponsive, and reports it as stuck when killing it would lose no job.
 
     1. Probes the process when a signal stops it, or when pulse finds that one of its workers has unread jobs: a ping
        on the leash wakes the minder, which writes its beat into the scoreboard.

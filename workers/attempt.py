@@ -95,7 +95,7 @@ class AttemptRunner:
                 job._reporter, job._position = self._reporter, self._slot.words[POSITION]
             with _NO_SPAN if self._tracing is None else self._tracing.attempt(job):
                 result = self._handlers.for_type(job.type)(data, job)
-                # Not isinstance, which a class of the user may override.
+                # Not isinstance, which a user's class may override.
                 if type(result) is CoroutineType:
                     result = self._run_async(_tagged_with_job(job_id, result))
             if self.max_result_bytes:
@@ -178,7 +178,7 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
 
 
 async def _tagged_with_job(job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    # Inherited by tasks it starts, which may outlive it.
+    # Tasks that it starts inherit this, and may outlive it.
     CURRENT_JOB.set(job_id)
     return await coroutine
 
@@ -202,15 +202,15 @@ class _DeadlinePassed(TimeoutError):
     """A coroutine was cancelled at its deadline."""
 
 
-# Tracebacks show the name that is stored.
+# So that tracebacks show the same name as the stored error.
 _DeadlinePassed.__module__, _DeadlinePassed.__qualname__ = "builtins", "TimeoutError"
 
 
 def encode_result(value: Any, max_bytes: int) -> bytes:
     """JSON in one line; or NO_RESULT and the reason why the result is dropped."""
     try:
-        packed = pack_data(value, "what its handler returned")
-    except BaseException as exc:  # a class of the user may raise anything while it is encoded; the job is done
+        packed = pack_data(value, "the handler's result")
+    except BaseException as exc:  # encoding may call user code, which may raise anything; the job is done
         return _no_result(_reason(exc))
     if len(packed) > max_bytes:
         return _no_result(f"it is longer than max_data = {max_bytes} bytes")
@@ -220,12 +220,12 @@ def encode_result(value: Any, max_bytes: int) -> bytes:
 def _reason(exc: BaseException) -> str:
     try:
         return str(exc) or type(exc).__name__
-    except BaseException as broken:  # __str__ is the user's code, too
+    except BaseException as broken:  # __str__ is user code, too
         return f"it cannot be encoded as JSON, and its error has no text ({type(broken).__name__})"
 
 
 def _no_result(reason: str) -> bytes:
-    """One line, without lone surrogates. The reason may be of a subclass of str that overrides methods."""
+    """One line, without lone surrogates. `reason` may be a subclass of str that overrides methods."""
     return NO_RESULT + " ".join(str.split(reason))[:MAX_REASON].encode("utf-8", "replace")
 
 
@@ -248,7 +248,7 @@ def describe_failure(exc: BaseException) -> Failure:
 def strip_forq_frames(exc: BaseException) -> None:
     """Cuts the leading frames of forq and asyncio from the traceback.
 
-    If there are no others, keeps them all, unless the error is forq's own: its text says everything.
+    If there are no others, keeps them all, unless the error is forq's own: then the message is enough.
     """
     # The exception's class may override __traceback__.
     traceback_of: Any = BaseException.__dict__["__traceback__"]
@@ -265,13 +265,13 @@ def _error_name(exc: BaseException) -> str:
 
 
 def _traceback(exc: BaseException) -> str:
-    """For a program its own trace: the Python stack says nothing about it."""
+    """A program's failure has a trace of its own: the Python stack would not help."""
     program = _program_failure(exc)
     return "".join(traceback.format_exception(exc)) if program is None else program.trace
 
 
 def _program_failure(exc: BaseException) -> ProgramFailed | None:
-    """Not with isinstance, which a class of the user may override."""
+    """Not with isinstance, which a user's class may override."""
     return cast(ProgramFailed, exc) if issubclass(type(exc), ProgramFailed) else None
 
 
@@ -286,6 +286,6 @@ def _retry_at_ms(exc: BaseException) -> int | None:
         if not 0 <= when <= MAX_SECONDS:
             raise ValueError(f"retry_at = {when} is not a time in epoch seconds")
         return math.ceil(when * 1000)
-    except BaseException:  # a property of the user, a date out of range, NaN
+    except BaseException:  # a property with user code, a date out of range, NaN
         log.warning("invalid retry_at; using the queue's retry delay exception=%s", class_name(type(exc))[:MAX_NAME])
         return None

@@ -38,9 +38,9 @@ from forq.workers.recycling import Recycling
 from forq.workers.tracing import Tracing
 
 log = logging.getLogger("forq")
-# A longer line would be an invalid message to the supervisor.
+# The supervisor rejects messages with a much longer line.
 MAX_REASON = 4000
-# In thousandths of the machine's memory, added to the memory of the process when the kernel chooses a process to kill.
+# The kernel adds this (in thousandths of the machine's memory) to the process's memory when it chooses one to kill.
 OOM_SCORE = 500
 OOM_FILE = "/proc/self/oom_score_adj"
 Loop = WorkerLoop | RetryLoop | ReleaseLoop | IdleLoop
@@ -53,7 +53,7 @@ class ChildSettings:
     """Passed from the supervisor to a queue's process at the fork."""
 
     context: Context
-    # Made of queue and role.
+    # Queue and role: for the process title and log lines.
     name: str
     spec: QueueSpec
     options: Mapping[str, Value]
@@ -61,12 +61,12 @@ class ChildSettings:
     slots: tuple[int, ...]
     # Directory of the output FIFO; None: writes to the supervisor's stdout and stderr.
     output: str | None
-    # After importing its handlers the process waits for `begin`.
+    # The process imports its handlers, then waits for `begin`.
     held: bool
 
 
 def run_child(settings: ChildSettings, leash: socket.socket) -> int:
-    """The entry point; returns the exit code."""
+    """The main function of a queue's process. Returns the exit code."""
     context = settings.context
     if context.tree_mark is not None:
         context.tree_mark.apply()
@@ -122,7 +122,7 @@ def _start_tracing(settings: ChildSettings) -> Tracing | None:
 
 
 class _WorkerPool:
-    """The workers of one process. A single one runs in the main thread, where handlers may use signals."""
+    """The workers of one process. A single worker runs in the main thread, where its handlers may use signals."""
 
     def __init__(self, settings: ChildSettings, leash: socket.socket, minder: Minder) -> None:
         self._settings = settings
@@ -168,7 +168,7 @@ class _WorkerPool:
         self._job_log.close()
         if self._tracing is not None:
             self._tracing.close()
-        # Last: a handler might have exited with the same code, so the supervisor trusts only this message.
+        # Last. A handler may exit with the same code, so the supervisor trusts only this message.
         self._send({"exiting": self._code, "reason": self._reason})
         return self._code
 
@@ -182,7 +182,7 @@ class _WorkerPool:
             self._fail(exits.FENCED, exc)
         except IncompatibleProtocol as exc:
             self._fail(exits.INCOMPATIBLE, exc)
-        except BaseException as exc:  # a bug of forq, or a SystemExit raised here by a thread of a handler
+        except BaseException as exc:  # a bug in forq, or an exception that a handler's thread raised in this one
             log.exception("worker failed queue=%s", loop.queue)
             self._fail(exits.FAILED, exc)
         finally:
@@ -193,7 +193,7 @@ class _WorkerPool:
     def _close(self, loop: Loop) -> None:
         try:
             loop.close()
-        except Exception:  # raised by leftovers of handlers; the process ends anyway
+        except Exception:  # raised by code that a handler left running; the process ends anyway
             log.exception("failed to close a worker queue=%s", loop.queue)
 
     def _on_worker_ready(self) -> None:
@@ -209,7 +209,7 @@ class _WorkerPool:
         self._stop()
 
     def _fail(self, code: int, exc: BaseException | None) -> None:
-        """One worker cannot continue: all stop, and the process reports the first reason at its end."""
+        """A worker cannot continue: stops all workers. The process reports the first reason when it exits."""
         with self._lock:
             if not self._code:
                 self._code, self._reason = code, "" if exc is None else describe_exception(exc)
@@ -227,7 +227,7 @@ class _WorkerPool:
     def _slot(self, number: int) -> Slot:
         slot = self._settings.context.scoreboard.slot(number)
         # Long enough that WORKER:FENCE, the value of a running job in the hash `active`, exceeds 64 bytes. Redis stores
-        # hashes with longer values as a table, and others as a list that it would search for each job.
+        # a hash with such values as a table. It would store shorter ones as a list, and scan that list for each job.
         slot.worker = new_id() + self._settings.context.processor[-16:]
         slot.queue = self._settings.spec.name
         slot.role = self._settings.role
@@ -313,7 +313,7 @@ _sending = threading.Lock()
 
 
 def send_to_supervisor(leash: socket.socket, message: dict[str, object]) -> None:
-    """Sends one line of JSON. A supervisor that is gone is no error."""
+    """Sends one line of JSON. Only logs a failure: this process exits when the supervisor is gone."""
     try:
         with _sending:
             leash.sendall(orjson.dumps(message) + b"\n")
@@ -322,7 +322,7 @@ def send_to_supervisor(leash: socket.socket, message: dict[str, object]) -> None
 
 
 def apply_resource_limits(options: Mapping[str, Value]) -> None:
-    """Inherited by programs that handlers start. Raises ConfigError if the system allows less."""
+    """Applies to programs that handlers start, too. Raises ConfigError if the system allows less."""
     _raise_oom_score()
     open_files, address = int(options.get("open_files_limit", 0)), int(options.get("address_limit", 0))
     if open_files:

@@ -3,9 +3,9 @@
 1. ExecHandler keeps one instance of its program running and sends it one job after the other. An instance that exits or
    sends an invalid message is replaced.
 2. ExecOnceHandler starts its program for each job.
-3. Program is one running program: its process, its pipes, its end. It has its own session, so a script's `kill 0` does
-   not reach the queue's process, and the descriptor of the tree lock, so it is found when both its queue's process and
-   the supervisor are gone. When the queue's process dies, it reads end of file on stdin and is killed.
+3. Program is one running program: its process and its pipes. It runs in its own session, so a script's `kill 0` does
+   not reach the queue's process. It inherits the tree lock, so it is found if its queue's process and the supervisor
+   both die. When the queue's process dies, the program reads end of file on stdin and is killed.
 
 Messages are one JSON object per line (docs/reference/bridge.md). Deadlines are not enforced here: at its timeout the
 queue's process is killed with everything below it.
@@ -160,7 +160,7 @@ class Program:
         return bool(_ready(self._pidfd, seconds))
 
     def returncode(self) -> int | None:
-        """None if another thread of the process has reaped it."""
+        """None if other code of this process has reaped it."""
         self._reap()
         return self._returncode
 
@@ -196,7 +196,7 @@ class Program:
         except BlockingIOError:
             return
         except BrokenPipeError:
-            # Its answer or its exit says more.
+            # Ignored: its answer or its exit status makes a better error.
             self._unwritten = memoryview(b"")
 
     def _continue_write(self) -> None:
@@ -240,7 +240,7 @@ class Program:
                     "a program was reaped elsewhere; its exit status is unknown queue=%s pid=%s", self._queue, self.pid
                 )
             self._reaped = True
-            # Keeps subprocess from waiting for it.
+            # So that subprocess does not wait for it.
             self._process.returncode = self._returncode or 0
             _running_pids.discard(self.pid)
             return True
@@ -367,7 +367,7 @@ def _read_message(line: bytes) -> tuple[str, dict[str, Any]]:
         raise InvalidData(f"not an object: {shown(message)}")
     topic, payload = message.get("topic"), message.get("payload")
     if not isinstance(topic, str) or not isinstance(payload, dict):
-        raise InvalidData('a message has a "topic" that is a text and a "payload" that is an object')
+        raise InvalidData('a message needs a "topic" (a string) and a "payload" (an object)')
     return _ALIASES.get(topic, topic), payload
 
 
@@ -376,7 +376,7 @@ def _progress(payload: dict[str, Any]) -> Progress:
     if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction <= 1:
         raise InvalidData(f"progress = {shown(fraction)} is not a number from 0 to 1")
     if not isinstance(text, str | None):
-        raise InvalidData(f"text = {shown(text)} is not a text")
+        raise InvalidData(f"text = {shown(text)} is not a string")
     return Progress(float(fraction), text)
 
 
@@ -384,13 +384,13 @@ def _failure(payload: dict[str, Any]) -> ProgramFailed:
     error, kind = payload.get("error"), payload.get("kind")
     fields = {"message": error} if isinstance(error, str) else {} if error is None else error
     if not isinstance(fields, dict):
-        raise InvalidData(f"error = {shown(error)} is neither a text nor an object with name and message")
+        raise InvalidData(f"error = {shown(error)} is neither a string nor an object with name and message")
     if kind not in _KINDS:
         raise InvalidData(f'kind = {shown(kind)} is not allowed: "permanent" or "retriable"')
     texts = {key: fields.get(key) or "" for key in ("name", "message", "traceback")}
     for key, text in texts.items():
         if not isinstance(text, str):
-            raise InvalidData(f"{key} = {shown(text)} of an error is not a text")
+            raise InvalidData(f"{key} = {shown(text)} of an error is not a string")
     return ProgramFailed(
         texts["name"][:MAX_NAME] or "JobFailed",
         texts["message"],
@@ -549,7 +549,7 @@ def describe_exit(code: int | None, *, once: bool = False) -> ProgramFailed:
 
 
 def _with_output(failure: ProgramFailed, tail: list[str], *, quote: bool) -> ProgramFailed:
-    """The last output says more than the exit status."""
+    """Adds the last output, which usually explains the failure."""
     if quote and tail:
         failure.args = (f"{failure.args[0]}; last output: {tail[-1]}",)
     failure.trace = failure.trace or "\n".join(tail)

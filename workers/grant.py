@@ -1,4 +1,4 @@
-"""A worker's grant: the right to run jobs, which the supervisor hands out according to its capacity.
+"""A worker's grant: the right to run jobs, which the supervisor grants within its capacity.
 
 The worker's thread and the minder's thread share a grant. Every change happens under one lock, and each message is sent
 under that lock before the change it reports, so the supervisor receives changes in order. Messages may cross; three
@@ -38,7 +38,7 @@ class Grant:
     """The right of one worker to run jobs. `send` sends a message to the supervisor; `number` is the worker's slot."""
 
     def __init__(self, send: Callable[[dict[str, object]], None], number: int) -> None:
-        # Read by the worker between batches: it should return the grant.
+        # Read by the worker between batches. True: return the grant.
         self.yield_requested = False
         self._send = send
         self._number = number
@@ -73,7 +73,7 @@ class Grant:
             return True
 
     def stop_using(self) -> bool:
-        """Worker: stops running jobs. Keeps the grant as a reservation (True), unless the supervisor asked for it."""
+        """Worker: stops running jobs. Keeps the grant as a reservation (True), unless a `yield` came."""
         with self._changed:
             if self._phase is _Phase.IN_USE:
                 if self.yield_requested or self._stopped:
@@ -90,7 +90,7 @@ class Grant:
             self._unneeded = True
 
     def receive(self, kind: str) -> None:
-        """Minder: handles a message of the supervisor."""
+        """Minder: handles a message of this kind from the supervisor."""
         with self._changed:
             if kind == "go":
                 self._receive_go()

@@ -86,10 +86,10 @@ def _load(handler: str, spec: QueueSpec, keep_fds: Sequence[int]) -> Handler:
 
 
 def _why_unusable(directory: str) -> str | None:
-    """Why Python cannot import from a directory of `path`; Python itself skips it silently."""
+    """The reason why Python cannot import from a directory of `path`, which it skips silently; None if it can."""
     if not os.path.exists(directory):
         return f"its path {directory} does not exist"
-    return None if os.access(directory, os.R_OK) else f"its path {directory} may not be read by user {os.geteuid()}"
+    return None if os.access(directory, os.R_OK) else f"its path {directory} is not readable by user {os.geteuid()}"
 
 
 def exit_if_forked_from(pid: int) -> None:
@@ -125,7 +125,6 @@ def load_handler(path: str) -> Handler:
 
 
 def _functions_of(module: ModuleType) -> str:
-    """Names of the functions of a module."""
     found = [name for name, value in vars(module).items() if type(value) is FunctionType and name.isidentifier()]
     more = "" if len(found) <= SHOWN_FUNCTIONS else f" and {len(found) - SHOWN_FUNCTIONS} more"
     return (", ".join(found[:SHOWN_FUNCTIONS]) or "none") + more
@@ -147,7 +146,7 @@ def _why_not_callable_with_job(handler: Any) -> str | None:
         code = getattr(handler, "__code__", None)
         place = "" if code is None else f" ({code.co_filename}, line {code.co_firstlineno})"
         name = getattr(handler, "__name__", type(handler).__name__)
-        return f"it is {name}{signature}{place}, {exc}; the form is def {name}(data, job)"
+        return f"it is {name}{signature}{place}, {exc}; define it as def {name}(data, job)"
 
 
 def _takes_two_arguments(function: FunctionType) -> bool:
@@ -204,5 +203,5 @@ def safe_text(make_text: Callable[[], object]) -> str:
 
 
 def describe_exception(exc: BaseException) -> str:
-    """An exception as text, whatever its class does."""
+    """An exception as text, even if its class misbehaves."""
     return f"{class_name(type(exc))}: {safe_text(lambda: str(exc))}"[:MAX_REASON]

@@ -24,8 +24,8 @@ from forq.workers.attempt import Failure
 from forq.workers.exec_handlers import ProgramFailed
 from forq.workers.handlers import class_name, exit_if_forked_from
 
-# How long a worker waits for its entry to be written, to keep entries in order; and after a timeout, how long it does
-# not wait again.
+# A worker waits this long for its entry to be written, which keeps entries in order. After a timeout, workers do not
+# wait at all for NO_WAIT_SECONDS.
 WRITE_WAIT_SECONDS = 0.2
 NO_WAIT_SECONDS = 5.0
 # Small: each entry holds the variables of a handler.
@@ -78,7 +78,7 @@ class FailedAttempt:
         about = (follows, self.queue, self.job, error.partition("\n")[0])
         record = _make_record(self.level, f"{what}: %s queue=%s job=%s error=%s", about, raised)
         if raised is not None and issubclass(type(raised), ProgramFailed):
-            # The Python stack says nothing about a program.
+            # The Python stack would not help: the failure is in a program.
             record.exc_text = error.partition("\n")[2] or error
         fields: dict[str, object] = {"queue": self.queue, "job_id": self.job}
         if isinstance(self.outcome, Fate):
@@ -134,7 +134,7 @@ class JobLog:
     def log_failure(self, failed: FailedAttempt, outcome: Fate | str) -> None:
         """Logs with the exception; a second time, when the outcome is known, without."""
         if failed.logged and isinstance(outcome, Fate) and outcome.kind == "refused":
-            # The reply was lost: the job is settled, but how is unknown.
+            # The reply was lost: the job is settled, with an unknown outcome.
             return
         attempt = replace(failed, outcome=outcome)
         attempt.retry_requested = failed.retry_requested

@@ -7,7 +7,7 @@
 3. Jobs that have not started can be rescued: pulse returns them to the queue when their worker is slow. So after a slow
    job, or when pulse has marked the batch as taken, the worker takes a turn first, to learn whether it still holds the
    rest. A batch that overruns its time is cut short; the next turn returns the rest.
-4. After a lost reply the worker takes another turn and keeps nothing: the script finds out what this worker holds.
+4. After a lost reply the worker takes another turn and keeps nothing. The script looks up which jobs it holds.
 """
 
 import logging
@@ -131,7 +131,7 @@ class WorkerLoop:
         self._micros: list[int] = []
         self._failures = 0
         self._job_log = job_log or JobLog()
-        # Logged with the next turn, whose reply says what happens to the job.
+        # Logged after the next turn, whose reply has the outcome for the job.
         self._failed_attempt: FailedAttempt | None = None
         # Results that could not be stored since the last log line: the latest, and their number.
         self._dropped: DroppedResult | None = None
@@ -233,7 +233,7 @@ class WorkerLoop:
             slow = previous and self._now() - previous > SLOW_JOB_NS
             overrun = ran and started - first_started > MAX_BATCH_NS
             if slow or overrun:
-                # The jobs behind it were or will be returned: claiming fewer costs less.
+                # The jobs behind it are returned anyway, so claim fewer next time.
                 self._max_want = max(1, self._max_want // 2)
                 self._want = min(self._want, self._max_want)
             if overrun:
@@ -263,7 +263,7 @@ class WorkerLoop:
     def _run_one(self, claimed: tuple[bytes, bytes], started: int) -> None:
         job_id, record = claimed
         self.slot.words[STARTED] = started
-        # Another program may have written an id that is not UTF-8; that must not end the worker.
+        # Another program may have stored an id that is not UTF-8. It must not end the worker.
         id_text = job_id.decode(errors="replace")
         failure = self._attempts.run(id_text, record, int(self._fence))
         micros = (self._now() - started) // 1000
@@ -315,7 +315,7 @@ class WorkerLoop:
                 self._log_failure(f"outcome unknown: {exc}")
                 raise
         if backoff is not None:
-            # The first call that arrived returned the rest of the batch.
+            # The first call that reached Redis returned the rest of the batch.
             turn = replace(turn, held=False)
         self._turn_done(turn)
         return turn
@@ -483,7 +483,7 @@ class WorkerLoop:
             self._job_log.log_failure(self._failed_attempt, outcome)
 
     def _log_refused(self, jobs: int) -> None:
-        """At most once a minute: every rescue leads to some."""
+        """At most once a minute: every rescue causes some."""
         self._refused += jobs
         if self._now() >= self._next_refused_log_ns:
             log.info("settle refused: already settled or returned queue=%s jobs=%s", self.consumer.queue, self._refused)

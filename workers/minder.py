@@ -37,7 +37,7 @@ from forq.workers.recycling import Recycling
 log = logging.getLogger("forq")
 
 BEAT_SECONDS = 1.0
-# Repeated less and less often: if unblocking takes long, thousands of workers may be stopping at the same time.
+# Retried less and less often: if unblocking is slow, thousands of workers may be stopping at the same time.
 UNBLOCK_FIRST_SECONDS = 0.05
 UNBLOCK_LONGEST_SECONDS = 1.0
 UNBLOCK_TIMEOUT_SECONDS = 0.2
@@ -50,7 +50,7 @@ _STATE_NAMES = {int(state): state.name.lower() for state in State}
 
 
 class MindedLoop(Protocol):
-    """What the minder needs of a loop. `title_text`: what the process title shows instead of the state."""
+    """The methods of a loop that the minder uses. `title_text` replaces the state in the process title."""
 
     @property
     def slot(self) -> Slot: ...
@@ -117,7 +117,7 @@ class Minder:
         self._grants = grants
         self._recycling = recycling
         for loop in loops:
-            # Tells the supervisor that pings are answered from now on.
+            # From now on the supervisor may expect a beat after a ping.
             loop.slot.minder = self._thread
         self._loops = loops
         if self._stop_requested:
@@ -140,7 +140,7 @@ class Minder:
                 for fd in ready:
                     self._handle_event(fd)
                 self.tick()
-            except Exception:  # out of descriptors, for example: without this thread nothing could stop the process
+            except Exception:  # for example, no descriptor is free; without this thread nothing could stop the process
                 log.exception("minder failed name=%s", self._name)
 
     def _poll_timeout_ms(self) -> float | None:

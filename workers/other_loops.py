@@ -2,8 +2,8 @@
 
 1. RetryLoop: runs fail jobs at once, and jobs of the retry lane while no other job is ready.
 2. HelperLoop: runs suspects or fail jobs until none is left.
-3. ReleaseLoop (mode auto_release): tries to release the first item whenever the gate opens. The gate is in Redis, and a
-   try that comes too early gets the time to wait. So there is one try per interval, however many supervisors run.
+3. ReleaseLoop (mode auto_release): tries to release the first item whenever the gate opens. The gate is in Redis: the
+   reply to an early try is the time left to wait. So there is one try per interval, however many supervisors run.
 4. IdleLoop (modes on_request and external): items leave on request, so this loop only waits until it is stopped.
 """
 
@@ -51,7 +51,7 @@ class RetryLoop:
         return None
 
     def _has_work(self, loop: WorkerLoop) -> bool:
-        """Serving takes capacity: fail jobs must not wait for capacity that an empty lane would request."""
+        """Serving a batch takes capacity. Fail jobs must not wait while an empty lane requests some."""
         return loop is not self._lane or len(self._loops) == 1 or loop.lane_may_have_jobs()
 
     def run(self, on_ready: Callable[[], None]) -> None:
@@ -61,7 +61,7 @@ class RetryLoop:
         while not self.stopping:
             served = next((loop for loop in self._loops if self._has_work(loop) and loop.serve_batch()), None)
             if served is not None:
-                # Before a turn on the other queue: that moves the position away from the jobs that ran here.
+                # Before a turn on the other queue, which would overwrite the position of the jobs that ran here.
                 served.settle()
             elif not self.stopping:
                 self._lane.wait_for_work()

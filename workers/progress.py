@@ -91,7 +91,7 @@ class ProgressSender:
                 log.exception("failed to send the progress of jobs")
 
     def send_latest(self) -> bool:
-        """False if Redis is unavailable: the reports that are the latest by then are sent again."""
+        """False if Redis is unavailable: the next call sends the reports that are the latest then."""
         if self._link is None:
             self._link = Link(self._url, name="forq-progress", timeout_seconds=CALL_TIMEOUT_SECONDS)
         for reporter in self._reporters:
@@ -106,7 +106,7 @@ class ProgressSender:
                 self._redis_lost = True
                 self._wake_event.set()
                 return False
-            except ForqError as exc:  # the queue was deleted, or Redis is out of memory: the next report may succeed
+            except ForqError as exc:  # the queue is deleted, or Redis is out of memory: the next report may succeed
                 log.warning("progress report refused queue=%s job=%s error=%s", reporter.queue, latest[0], exc)
             reporter.sent = latest
         self._redis_lost = False

@@ -1,4 +1,4 @@
-"""Decides when a queue's process has served long enough and is replaced: after a number of jobs, at an age or size.
+"""Decides when a queue's process is replaced: after a number of jobs, at an age, or above a memory limit.
 
 Checked between jobs only: recycling never cuts a job short.
 """
@@ -48,7 +48,7 @@ class Recycling:
         if self._max_age_seconds and self._now() - self._started > self._max_age_seconds:
             self._request(f"max_age = {self._max_age_seconds:g}s")
         if self._max_memory and (memory := pss_bytes() + programs_memory_bytes()) > self._max_memory:
-            self._request(f"max_memory = {self._max_memory}, it has {memory}")
+            self._request(f"max_memory = {self._max_memory}, used {memory}")
 
     def _request(self, reason: str) -> None:
         if not self._requested:

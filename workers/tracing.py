@@ -1,7 +1,7 @@
 """One OpenTelemetry span per attempt, a child of the span that enqueued the job. Needs forq[tracing].
 
-`tracing = "otlp"` sends spans as the OTEL_EXPORTER_OTLP_* variables say; "file:PATH" writes one line each. A thread of
-the SDK sends them in batches: jobs do not wait, and a killed process loses some.
+`tracing = "otlp"` sends spans to the collector of the OTEL_EXPORTER_OTLP_* variables; "file:PATH" writes one line per
+span. A thread of the SDK sends them in batches: jobs do not wait, but a killed process loses its last spans.
 """
 
 import os
@@ -13,7 +13,7 @@ from typing import IO, Any
 from forq.job import FILE, OTLP, Job
 from forq.version import VERSION
 
-# How long a collector that does not answer may delay the end of a process.
+# A collector that does not answer delays the end of a process by at most this.
 FLUSH_SECONDS = 2.0
 
 

@@ -223,7 +223,7 @@ def test_a_result_that_is_not_json_is_logged_when_its_job_ends(forq: Forq, tmp_p
     queue = forq.client().queue("decimal")
     queue.enqueue(1, id="d")
     (record,) = wait_for_lines(forq, "decimal", 1)
-    reason = "what its handler returned is not JSON: result['order']['total'] is of type Decimal"
+    reason = "the handler's result is not JSON: result['order']['total'] is of type Decimal"
     assert record["message"].startswith(f"job is done, but its result is not kept reason={reason}; allowed are str, ")
     assert (record["level"], record["job"], record["logger"]) == ("WARNING", "d", "forq")
     with pytest.raises(NoResult, match="of type Decimal"):

@@ -121,7 +121,7 @@ def test_a_restart_whose_handler_cannot_be_imported_keeps_the_old_process(
     assert "Traceback" not in forq.ctl("status"), "the overview has one line for it"
     forq.ctl("pause", name)
     waiting = forq.ctl("push", name, "1")
-    assert "its queue runs older code since a restart failed: handler" in forq.ctl("why", name, waiting)
+    assert "its queue runs older code because a restart failed: handler" in forq.ctl("why", name, waiting)
     forq.ctl("resume", name)
     machine = forq.run_ctl("restart", name, "--json")
     error = json.loads(machine.stdout)["error"]
@@ -320,7 +320,11 @@ def test_ending_the_queue_during_a_restart_ends_the_new_processes_too(module: Mo
             assert forq.stop() == 0
         else:
             os.kill(forq.pid, signal.SIGKILL)
-        says = {"delete": "deleted meanwhile", "shutdown": "is stopping", "kill": "cannot reach the supervisor"}[how]
+        says = {
+            "delete": "deleted in the meantime",
+            "shutdown": "is stopping",
+            "kill": "cannot reach the supervisor",
+        }[how]
         error = restart.communicate(timeout=30)[1]
         assert (restart.returncode, says in error) == ({"delete": 4, "shutdown": 1, "kill": 7}[how], True), error
         wait_until(lambda: not alive({old, *new}), what="all are gone")

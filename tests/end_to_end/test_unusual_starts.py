@@ -76,7 +76,7 @@ def test_idle_clients_leave_descriptors_for_new_processes() -> None:
         for client in clients:
             client.close()
         forq.wait_for_child("work", not_pid=child["pid"])
-        assert "cannot start child" not in forq.log
+        assert "failed to start child" not in forq.log
         assert "cannot accept clients; pausing" not in forq.log
         forq.create("another", "record")
         forq.ctl("push", "another", "1")

@@ -312,10 +312,10 @@ def test_the_process_drains_at_start_on_notification_and_after_a_reconnect(store
         fail(store, "b")
         wait_until(lambda: rig.logged() == ["a", "b"], seconds=10)
         store.rpush(key(), line("c"))  # without a notification
-        bells = [client["id"] for client in store.client_list() if client["name"] == "forq-scribe-bell"]
-        assert bells
-        for bell in bells:
-            store.client_kill_filter(_id=bell)
+        subscriptions = [client["id"] for client in store.client_list() if client["name"] == "forq-scribe-subscription"]
+        assert subscriptions
+        for subscription in subscriptions:
+            store.client_kill_filter(_id=subscription)
         wait_until(lambda: rig.logged() == ["a", "b", "c"], seconds=10)
         fail(store, "d")
         wait_until(lambda: rig.logged() == ["a", "b", "c", "d"], seconds=10)

@@ -211,7 +211,7 @@ def test_a_queue_has_the_mode_it_says_else_that_of_the_service(load_text: Load) 
         ('titles = "short"', 'titles = \'short\' is not allowed: "full" or "plain"'),
         ('log_redact = "x"', "log_redact = 'x' is not allowed: a list of regular expressions, as text"),
         ('log_redact = ["(x"]', r"a list of regular expressions, as text \(missing \)"),
-        ("queues = 3", r"queues = 3 is not allowed: tables \[queues.NAME\]"),
+        ("queues = 3", r"queues = 3 is not allowed: use tables \[queues.NAME\]"),
         ("[queues]\na = 3", r"\[queues.a\]: 3 is not allowed"),
         ('[queues.a]\nhandler = "m"\nconcurrency = 999', r"forq\.toml: \[queues.a\]: concurrency = 999 .* 1 to 256"),
         ("[queues.a]\n", r"\[queues.a\]: a queue of mode work needs handler"),
@@ -315,7 +315,7 @@ def test_bridges_listen_at_paths_relative_to_the_file(load_text: Load, tmp_path:
     [
         ("bridge = 1", r"tables \[\[bridge\]\]"),
         ("[bridge]\nlisten = 'x'", r"tables \[\[bridge\]\]"),
-        ("[[bridge]]\ntick = '1s'", "listen is needed"),
+        ("[[bridge]]\ntick = '1s'", "listen is required"),
         ("[[bridge]]\nlisten = 7", "a path, as text"),
         ("[[bridge]]\nlisten = 'x'\ntik = 1", "no setting 'tik'; did you mean tick"),
         ("[[bridge]]\nlisten = 'x'\ntick = 0", "tick = 0 is not allowed"),

@@ -258,8 +258,8 @@ def test_a_stop_during_a_restart_waits_for_the_new_processes_and_fails_the_resta
         child.die()
     assert stopped == ["stopped"]
     assert [len(results), len(waiting)] == [1, 1]
-    assert "were stopped meanwhile" in str(results[0])
-    assert "were stopped meanwhile" in str(waiting[0])
+    assert "were stopped in the meantime" in str(results[0])
+    assert "were stopped in the meantime" in str(waiting[0])
 
 
 def test_too_many_retiring_processes_delay_the_successor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -88,8 +88,11 @@ def test_whatever_takes_data_and_job_is_a_handler(tmp_path: Path, source: str) -
 @pytest.mark.parametrize(
     ("source", "says"),
     [
-        ("def handle(): pass", "it is handle() (FILE, line 1), too many positional arguments; the form is def handle("),
-        ("\ndef handle(data): pass", "it is handle(data) (FILE, line 2), too many positional arguments; the form is "),
+        (
+            "def handle(): pass",
+            "it is handle() (FILE, line 1), too many positional arguments; define it as def handle(",
+        ),
+        ("\ndef handle(data): pass", "it is handle(data) (FILE, line 2), too many positional arguments; define it as "),
         ("def handle(data, *, job): pass", "it is handle(data, *, job) (FILE, line 1), too many positional arguments"),
         (
             "def handle(data, job, db): pass",

@@ -482,7 +482,7 @@ def test_results_that_nobody_keeps_are_not_even_encoded() -> None:
     rig.step()
     assert rig.consumer.calls[1].results == []
     rig.step()
-    assert rig.consumer.calls[2].results[1].startswith(b"!what its handler returned is not JSON")
+    assert rig.consumer.calls[2].results[1].startswith(b"!the handler's result is not JSON")
 
 
 def test_results_are_sent_again_after_a_lost_reply() -> None:
@@ -637,7 +637,7 @@ def test_results_that_cannot_be_kept_are_one_line_a_second(caplog: pytest.LogCap
         rig.step()
     assert caplog.messages == [], "the job is not settled yet"
     rig.step()
-    first = "job is done, but its result is not kept queue=q job=a reason=what its handler returned is not JSON: "
+    first = "job is done, but its result is not kept queue=q job=a reason=the handler's result is not JSON: "
     assert [message.partition("result['order']")[0] for message in caplog.messages] == [first]
     rig.step()
     assert len(caplog.messages) == 1

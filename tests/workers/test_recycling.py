@@ -61,7 +61,7 @@ def test_max_memory_is_the_process_share_of_memory(slots: list[Slot], monkeypatc
     assert reasons == []
     monkeypatch.setattr(recycling, "pss_bytes", lambda: 1001)
     limited.check()
-    assert reasons == ["max_memory = 1000, it has 1001"]
+    assert reasons == ["max_memory = 1000, used 1001"]
 
 
 def test_the_memory_of_a_process_is_read_and_of_none_is_0() -> None:

@@ -135,7 +135,7 @@ class Payload:
     def text(self, name: str, longest: int = MAX_TEXT) -> str:
         value = self._required(name)
         if not isinstance(value, str) or not 1 <= len(value) <= longest:
-            raise _invalid(name, value, f"text of 1 to {longest} characters")
+            raise _invalid(name, value, f"a string of 1 to {longest} characters")
         return value
 
     def integer(self, name: str, lowest: int, highest: int) -> int:
@@ -171,10 +171,10 @@ def parse_message(line: bytes) -> Request:
     except orjson.JSONDecodeError as exc:
         raise InvalidMessage(f"not JSON, at character {exc.pos}") from exc
     if not isinstance(message, dict):
-        raise InvalidMessage("a message is a JSON object")
+        raise InvalidMessage("a message must be a JSON object")
     topic, payload = message.get("topic"), message.get("payload")
     if not isinstance(topic, str) or topic not in TOPICS:
-        raise InvalidMessage(f"topic {shown(topic)} is not known: {', '.join(TOPICS)}")
+        raise InvalidMessage(f"unknown topic {shown(topic)}; allowed: {', '.join(TOPICS)}")
     if not isinstance(payload, dict):
         raise InvalidMessage(f"payload {shown(payload)} is not an object")
     return TOPICS[topic](Payload(payload))
@@ -215,7 +215,7 @@ def _job_report(topic: str, payload: Payload) -> tuple[str, str, str, str, int |
 def _progress(payload: Payload) -> WorkerProgress:
     text = payload.get("text") or ""
     if not isinstance(text, str) or len(text) > MAX_TEXT:
-        raise _invalid("text", text, f"text of up to {MAX_TEXT} characters")
+        raise _invalid("text", text, f"a string of up to {MAX_TEXT} characters")
     return WorkerProgress(*_job_report("worker_progress", payload), payload.number("progress", 0, 1), text)
 
 
@@ -224,10 +224,10 @@ def _failed(payload: Payload) -> JobFailed:
     if isinstance(error, str):
         error = {"message": error}
     if not isinstance(error, dict):
-        raise _invalid("error", error, "text, or an object with name and message")
+        raise _invalid("error", error, "a string, or an object with name and message")
     name, message = error.get("name") or "Error", error.get("message") or ""
     if not isinstance(name, str) or not isinstance(message, str):
-        raise InvalidMessage("name and message of an error are text")
+        raise InvalidMessage("name and message of an error must be strings")
     kind = payload.get("kind") or "retriable"
     if kind not in KINDS:
         raise _invalid("kind", kind, " or ".join(KINDS))

@@ -24,7 +24,7 @@ from forq.values import shown
 
 CURRENT = "output.jsonl"
 PREVIOUS = "output.1.jsonl"
-# How long, and of how many queues, output is kept after a queue is no longer served.
+# Output of queues that are no longer served is kept this long, for at most this many queues.
 STALE_SECONDS = 7 * 86400.0
 MAX_STALE_QUEUES = 16
 
@@ -89,7 +89,7 @@ class RotatingFile:
 
 
 def sweep(logs_dir: Path, served: Collection[str], now: float) -> list[str]:
-    """Removes old output of queues that are not served, and of too many of them. Returns their names."""
+    """Removes output of unserved queues that is old or exceeds MAX_STALE_QUEUES queues. Returns their names."""
     left: list[tuple[float, Path]] = []
     swept = []
     for directory in _directories(logs_dir):

@@ -42,7 +42,7 @@ log = logging.getLogger("forq")
 
 READ_BYTES = 64 * 1024
 FLOOD_READ_BYTES = 1024 * 1024
-# How long output of a queue above its allowance is dropped, and how often that is reported.
+# Output of a queue above its allowance is dropped for this long, and reported at this interval.
 FLOOD_SECONDS = 1.0
 
 

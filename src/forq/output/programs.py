@@ -1,4 +1,4 @@
-"""Reads what the programs of exec handlers write for people, and logs it line by line.
+"""Reads the output of exec handlers' programs (not their messages) and logs it line by line.
 
 1. A ProgramOutput belongs to one program. Lines are logged with the id of its current job. Only the last few lines are
    kept; they become part of an error.

@@ -99,7 +99,7 @@ class CaptureHandler(logging.Handler):
         self._thread = threading.local()
 
     def lines(self) -> int:
-        """How many lines of the calling thread it has written."""
+        """Number of lines it has written for the calling thread."""
         return getattr(self._thread, "lines", 0)
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -190,7 +190,7 @@ def write_past_logging(level: str, job: str, text: str) -> None:
 
 
 def count_logged_lines() -> int:
-    """How many lines this thread has written to the queue's log through `logging`."""
+    """Number of lines that this thread has written to the queue's log through `logging`."""
     return _root_handler.lines()
 
 

@@ -34,7 +34,7 @@ from forq.output.format import (
 )
 from forq.procs.scoreboard import Slot
 
-# How long to wait for a full FIFO; and after a timeout, how long not to wait again.
+# A write to a full FIFO waits this long. After a timeout, writes do not wait at all for NO_WAIT_SECONDS.
 FULL_WAIT_SECONDS = 0.2
 NO_WAIT_SECONDS = 5.0
 # For this long a flood is assumed to go on: dropping a line must be quick.
@@ -98,7 +98,7 @@ class OutputWriter:
             self._partial[key] = (job, rest[: MAX_MESSAGE + 1])
 
     def _drop_in_flood(self, text: str) -> bool:
-        """Whether `text` is dropped during a flood. A flood ends with a complete line."""
+        """Drops and counts `text`; False if the flood is over. It ends only after a complete line."""
         if self._now() >= self._flooded_until and not self._in_line:
             self._flooded = False
             return False

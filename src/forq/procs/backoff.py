@@ -44,5 +44,5 @@ class Backoff:
 
 
 def reconnecting() -> Backoff:
-    """For callers that do nothing but wait for Redis."""
+    """For callers that only wait for Redis."""
     return Backoff(0.02, 1.0, factor=3.0)

@@ -19,7 +19,7 @@ class Context:
     expiry_ms: int
     max_queues: int
     control_socket: str
-    # /healthz reports a queue that starts and ends nothing for this long while jobs wait.
+    # /healthz reports a queue in which jobs wait and none has started or ended for this long.
     health_seconds: float
 
     scoreboard: Scoreboard

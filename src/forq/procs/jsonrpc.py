@@ -123,16 +123,16 @@ def read_request(line: bytes) -> Call:
     if isinstance(message, list):
         raise Malformed("batches are not supported: send one request per line", INVALID_REQUEST)
     if not isinstance(message, dict):
-        raise Malformed("a request is a JSON object", INVALID_REQUEST)
+        raise Malformed("a request must be a JSON object", INVALID_REQUEST)
     id = message.get("id")
     if isinstance(id, bool) or not isinstance(id, str | int | None):
-        raise Malformed("id is a string or a whole number", INVALID_REQUEST)
+        raise Malformed("id must be a string or a whole number", INVALID_REQUEST)
     method = message.get("method")
     if message.get("jsonrpc") != "2.0" or not isinstance(method, str):
-        raise Malformed('a request has "jsonrpc": "2.0" and a "method" that is a string', INVALID_REQUEST, id)
+        raise Malformed('a request needs "jsonrpc": "2.0" and a "method" (a string)', INVALID_REQUEST, id)
     params = message.get("params", {})
     if not isinstance(params, dict):
-        raise Malformed("params is an object: they are passed by name", INVALID_PARAMS, id)
+        raise Malformed("params must be an object: parameters are passed by name", INVALID_PARAMS, id)
     return Call(id, method, params, "id" in message)
 
 
@@ -150,11 +150,11 @@ def read_answer(line: bytes | dict[str, Any]) -> tuple[str | int | None, Any]:
 def to_error(body: object) -> ForqError:
     """Only classes in the table of forq.errors are created from received data."""
     if not isinstance(body, dict):
-        return ForqError("the supervisor sent an unreadable error")
+        return ForqError("the supervisor sent an invalid error")
     data = body.get("data")
     code = data.get("code") if isinstance(data, dict) else None
     cls = BY_CODE.get(code, ForqError) if isinstance(code, str) else ForqError
-    error = cls(str(body.get("message", "failed, without a message")))
+    error = cls(str(body.get("message", "the supervisor sent an error without a message")))
     if isinstance(error, CannotImport) and isinstance(data, dict) and isinstance(data.get("traceback"), str):
         error.traceback = data["traceback"]
     return error

@@ -98,8 +98,8 @@ class LineBuffer:
 class LineConnection:
     """A stream socket on a loop. `lines` holds received data; `on_input` is called after each read and at the end.
 
-    `ended`: the input has ended; `error`: the reason, if that was no end of file. `gone`: nothing can be sent any more,
-    and unsent data is dropped. `on_output` is called when all unsent data was sent, or the peer is gone.
+    `ended`: the input has ended; `error`: the reason, unless it was an end of file. `gone`: nothing can be sent any
+    more, and unsent data is dropped. `on_output` is called when all unsent data was sent, or the peer is gone.
     """
 
     def __init__(

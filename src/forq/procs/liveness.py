@@ -1,4 +1,4 @@
-"""Whether a process still makes progress.
+"""Detects whether a process still makes progress.
 
 A service writes two words of shared memory in each pass of its loop, and the supervisor reads them. A reply on the
 leash would wake the supervisor each time; these words cost nothing. They are global to the process, so that every
@@ -12,9 +12,9 @@ import time
 
 # Longest pass of a service's loop, unless announced.
 PASS_SECONDS = 3.0
-# A slow disk is waited for: a replaced process would have to wait, too.
+# Long, because replacing the process would not make a slow disk faster.
 DISK_SECONDS = 30.0
-# Looking up a host name has time limits of its own.
+# The resolver has timeouts of its own.
 LOOKUP_SECONDS = 30.0
 
 _PASSED, _BUSY_UNTIL = 0, 1

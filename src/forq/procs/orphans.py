@@ -1,8 +1,8 @@
 """Finds and kills orphans: processes that dead children have left behind.
 
-While the supervisor lives, it adopts them (treekill.py), so every child of it that it has not forked is an orphan:
-ChildPids. If it dies together with a child and there are no control groups, init adopts them, and only a mark
-shows that they belong to forq: TreeMark.
+While the supervisor lives, it adopts them (treekill.py): each of its children that it did not fork is an orphan
+(ChildPids). If it dies together with a child and there are no control groups, init adopts them. Then only a mark shows
+that they belong to forq (TreeMark).
 """
 
 import hashlib
@@ -36,8 +36,8 @@ _FORKS, _COUNT, _FIRST = 0, 1, 2
 class ChildPids:
     """Pids of the supervisor's children in shared memory. The supervisor writes them; its children read.
 
-    A new child exists before its pid can be written, and must not be taken for an orphan. So a fork is announced before
-    and confirmed after, and a list of children is valid only if there was no fork while it was read.
+    A new child exists before its pid can be written, and must not be taken for an orphan. So a counter
+    changes before and after each fork, and a list of children is valid only if there was no fork while it was read.
     """
 
     def __init__(self) -> None:
@@ -145,8 +145,8 @@ class TreeMark:
         return [pid for pid in pids if pid not in ours and self.marks(pid)]
 
     def find_escaped(self, supervisor: int | None = None) -> list[int]:
-        """Marked processes that init or an ancestor of the supervisor (None: the caller) has adopted: orphans go to
-        nobody else. Processes of the last call are skipped, since a mark is never added later."""
+        """Marked processes that init or an ancestor of the supervisor (None: the caller) has adopted: no other
+        process adopts orphans. Processes of the last call are skipped, since a mark is never added later."""
         supervisor = supervisor or os.getpid()
         ours = self_and_ancestors(supervisor)
         adopted = {child for ancestor in ours | {1} if ancestor != supervisor for child in children_of(ancestor)}

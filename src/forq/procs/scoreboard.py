@@ -219,8 +219,8 @@ class Slot:
     def read_position(self, packed: int | None = None) -> WorkerPosition:
         """The current position, or the one of `packed`, which was just read.
 
-        POSITION has only the low bits of the turn's number. TURN is written before it, so read after it TURN is that
-        of the same turn or of one shortly after: also if the worker died between the two.
+        POSITION has only the low bits of the turn's number. TURN is written before POSITION
+        and read after it, so it belongs to the same turn or to one shortly after, even if the worker died in between.
         """
         at = unpack_position(self.position if packed is None else packed)
         number = self.turn
@@ -358,12 +358,12 @@ class WorkerStats:
         """Groups records by their head, since neighbors in a batch often share their millisecond."""
         words = self.words
         for head, alike in groupby(heads):
-            if head[:1] != b"p":  # a retried or scheduled job has not waited all the time
+            if head[:1] != b"p":  # a retried or scheduled job did not wait the whole time
                 continue
             try:
                 # Not below 0: the server's clock may have been set back.
                 wait = max(0, claimed_us - 1000 * int(head[3:]))
-            except ValueError:  # a broken record, which its attempt has reported
+            except ValueError:  # a broken record; its attempt reports it
                 continue
             number = len(list(alike))
             words[WAIT_AT + min(wait.bit_length(), BUCKETS - 1)] += number
@@ -372,7 +372,7 @@ class WorkerStats:
 
 
 class AttemptStats:
-    """The mapping and, in the supervisor, who owns its entries. Memory is used only for entries that are written."""
+    """The mapping and, in the supervisor, the owner of each entry. Memory is used only for entries that are written."""
 
     def __init__(self, number: int = 32768) -> None:
         self._number = number

@@ -5,8 +5,8 @@ import sys
 
 
 def open_missing_streams() -> None:
-    """Closed streams become /dev/null. Otherwise the next opened file would get such a number, and prints would go into
-    it."""
+    """Closed streams become /dev/null. Otherwise the next file would be opened as descriptor 1 or 2, and prints
+    would go into it."""
     for fd, name, mode in ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w")):
         if getattr(sys, name) is not None:
             continue

@@ -42,7 +42,7 @@ def become_subreaper() -> None:
 
 
 def set_parent_death_signal(sig: int) -> None:
-    """Has `sig` sent to the caller when the thread that forked it ends. The caller must check getppid afterwards."""
+    """The kernel sends `sig` to the caller when the thread that forked it ends. Check getppid afterwards."""
     _prctl(PR_SET_PDEATHSIG, sig)
 
 
@@ -205,7 +205,7 @@ class TreeKiller:
                 pause_seconds = min(LONGEST_PAUSE_SECONDS, pause_seconds * 2 or FIRST_PAUSE_SECONDS)
 
     def signal_root_group(self, signum: int) -> None:
-        """Signals the process group of the root, if the root leads it and nobody in it is spared."""
+        """Signals the process group of the root, if the root leads it and no process in it is spared."""
         with suppress(ProcessLookupError):
             leads = os.getpgid(self.root) == self.root
             if leads and os.getsid(self.root) not in self._sessions_of(self.spare):

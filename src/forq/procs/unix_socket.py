@@ -1,4 +1,4 @@
-"""Listens on a Unix socket: never replaces a live socket, and limits who may connect."""
+"""Listens on a Unix socket: never replaces a live socket, and restricts access to it."""
 
 import errno
 import os

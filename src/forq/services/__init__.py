@@ -1,3 +1,3 @@
-"""The supervisor's own children: pulse, scribe, clerk, logger and metrics."""
+"""The services pulse, scribe, clerk, warden and metrics. The logger is in forq.output, the bridge in forq.bridge."""
 
 assert __name__ == "forq.services", "import this package as forq.services"

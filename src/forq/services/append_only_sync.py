@@ -1,8 +1,8 @@
 """Syncs the embedded server's append-only files to disk, once a second while they grow.
 
 The server writes them before it replies and never syncs. With `everysec` and a slow disk it would hold back writes for
-up to two seconds and reply all the same, so a kill would lose acknowledged jobs. This way a killed server loses
-nothing, and a power failure about the last second.
+up to two seconds but reply at once, so a kill would lose acknowledged jobs. This way a killed server loses nothing,
+and a power failure loses about the last second.
 """
 
 import logging

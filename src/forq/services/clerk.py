@@ -112,7 +112,7 @@ class Clerk:
             while self._purge(params["name"]):
                 pass
             made = self._create(params)
-        # Set with the queue, so that a repeated call sets them too.
+        # In the same call, so that a retry also sets them.
         given = params.get("schedules")
         dropped = [] if given is None else self._schedules(params).apply_config(given)
         return {"created": made, "unscheduled": dropped}
@@ -176,7 +176,7 @@ class Clerk:
         return {"state": state, "why": reason}
 
     def _or_explain_unknown(self, params: dict[str, Any], read: Callable[[], Answer]) -> Answer:
-        """Describes an unknown job from the journal. Too slow for programs that poll."""
+        """Calls `read`; if the job is unknown, explains it from the journal. Too slow for clients that poll."""
         try:
             return read()
         except UnknownJob:
@@ -264,7 +264,7 @@ class Clerk:
 
     def memory(self, params: dict[str, Any]) -> object:
         """PSS of each process in bytes. Processes that have ended are left out."""
-        # Imported here: at the top it would be loaded in the supervisor too, and every fork copies what that maps.
+        # Not at the top: the supervisor would load it too, and each fork would copy more page tables.
         import psutil
 
         found: dict[str, int] = {}
@@ -297,7 +297,7 @@ def _limit(params: dict[str, Any]) -> int:
 def _apply_to_dead(
     params: dict[str, Any], to_one: Callable[[str], str], to_some: Callable[[str | None], DeadChunk]
 ) -> dict[str, Any]:
-    """Applies `to_one` to the dead job `id`, or with `all` `to_some` to the next ones."""
+    """Applies `to_one` to the dead job `id`; with `all`, `to_some` to the next dead jobs."""
     if bool(params.get("all")) == (params.get("id") is not None):
         raise UsageError("either id or all is required")
     return asdict(to_some(params.get("after"))) if params.get("all") else {"id": to_one(params["id"])}

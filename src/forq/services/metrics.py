@@ -33,8 +33,8 @@ from forq.services.rpc import RpcServer
 from forq.settings import WORK
 
 SNAPSHOT_SECONDS = 1.0
-# A fault of a queue counts only if a second snapshot shows it too. By then a dead process is replaced and a new queue
-# is served; and a scheduled job, which seems to have waited all the time when it becomes due, has started.
+# A fault of a queue counts only if a second snapshot shows it too. By then a dead process is replaced, a new queue
+# is served, and a job that just became due (its waiting time includes its delay) has started.
 CONFIRM_SECONDS = 0.5
 # Two snapshots, with a slow supervisor and a slow Redis.
 LONGEST_SNAPSHOT_SECONDS = 15.0
@@ -45,7 +45,7 @@ REDIS_SECONDS = 1.0
 # Queues per round trip, so that the server can serve other clients in between.
 QUEUES_PER_CALL = 100
 MAX_ANSWER_BYTES = 16 << 20
-# How long it may take to end a job after its timeout.
+# Longest time to end a job after its timeout.
 ENDING_SECONDS = 5.0
 
 
@@ -121,7 +121,7 @@ def _queues_in(faults: list[Fault]) -> set[str]:
 
 @dataclass
 class Activity:
-    """What the workers of a queue do now. `started_ns`: start of their latest job (0: none yet)."""
+    """The running jobs of a queue. `started_ns`: start of the latest job (0: none yet)."""
 
     busy: int = 0
     longest_seconds: float = 0.0
@@ -297,7 +297,7 @@ def faults_in(snapshot: Snapshot, health_seconds: float) -> list[Fault]:
 
 
 def _waiting_for_capacity(snapshot: Snapshot) -> set[str]:
-    """Queues with a process that waits for capacity units. Other queues hold those, and are judged on their own."""
+    """Queues with a process that waits for capacity units. Other queues hold those, and are checked on their own."""
     waiting = [] if snapshot.status is None else snapshot.status["capacity"]["waiting"]
     return {request["worker"].rpartition(" ")[0] for request in waiting}
 
@@ -322,7 +322,7 @@ def _stuck(queue: dict[str, Any], snapshot: Snapshot, health_seconds: float) -> 
 
 
 def _should_consume(queue: dict[str, Any], counts: Counts, health_seconds: float) -> bool:
-    """Whether a job has waited for long although nothing holds it back."""
+    """Whether a job has waited too long for no good reason."""
     if queue["mode"] != WORK or counts.paused:
         return False
     if counts.oldest_waiting_seconds is None or counts.oldest_waiting_seconds < health_seconds:

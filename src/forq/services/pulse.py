@@ -96,7 +96,7 @@ class Pulse:
         self._now = now
         self._loop = Loop(now, poller=select.poll(), on_error=_log_or_raise)
         self._later = self._loop.call_later
-        # The end of the leash comes before due timers: one of them may wait for a Redis that is gone as well.
+        # The end of the leash is handled before due timers: a timer may block on a Redis that is gone, too.
         self._rpc = RpcServer(self._loop, leash, verbs, self._end_with_supervisor)
         self._batches = BatchRescue(self._recovery, context.scoreboard, later=self._later)
         self._unread = UnreadClaims(
@@ -140,7 +140,7 @@ class Pulse:
         return {}
 
     def _serve_also(self, params: dict[str, Any]) -> object:
-        """Adds a queue. Its creator gets a reply after this one, so timers of the queue's first jobs are received."""
+        """Adds a queue. Its creator gets the reply only after this one, so no timer of its first jobs is missed."""
         queue = params["queue"]
         new = [queue, fail_queue(queue)] if params["with_fail_queue"] else [queue]
         self._queues = [name for name in self._queues if name not in new] + new
@@ -148,7 +148,7 @@ class Pulse:
         return {}
 
     def _heartbeat(self, params: dict[str, Any]) -> object:
-        """A child reports that this processor was evicted; the heartbeat confirms it or not."""
+        """A child reports that this processor was evicted; the heartbeat verifies it."""
         self._send_heartbeats(params["queues"])
         return {}
 
@@ -183,7 +183,7 @@ class Pulse:
         return {}
 
     def _evict(self, params: dict[str, Any]) -> object:
-        """An earlier run of this supervisor is known to be dead: its expiry need not be awaited."""
+        """An earlier run of this supervisor is known to be dead: no need to wait for its expiry."""
         for queue in params["queues"]:
             for each in (queue, fail_queue(queue)):
                 log_loss = partial(_log_evicted_attempt, each, params["cause"])
@@ -251,7 +251,7 @@ class Pulse:
     def _note_redis(self, exc: RedisUnavailable | None) -> None:
         ok = exc is None
         if not ok and self._redis_ok is None and self._now() < self._grace_until:
-            # An embedded server may just be starting; otherwise the next heartbeat reports it.
+            # An embedded server may still be starting. If not, the next heartbeat reports the failure.
             return
         if ok != self._redis_ok:
             self._redis_ok = ok
@@ -259,7 +259,7 @@ class Pulse:
             log.info("redis is reachable") if ok else log.warning("redis is unreachable error=%s", exc)
 
     def _heartbeat_soon(self, queue: str, seconds: float) -> None:
-        """One heartbeat for everything until then: its reply says how many jobs need helpers."""
+        """Schedules one heartbeat for all requests until then. Its reply has the number of jobs that need helpers."""
         if queue not in self._heartbeats_soon:
             self._heartbeats_soon.add(queue)
             self._later(seconds, partial(self._send_pending_heartbeat, queue))
@@ -335,7 +335,7 @@ class Pulse:
                 self._set_timer(queue, PROMOTE_AGAIN_MS)
 
     def _fail_job_stored(self, queue: str) -> None:
-        """An idle retry process claims it before this heartbeat, which covers all fail jobs stored until then."""
+        """Schedules a heartbeat, late enough that an idle retry process has claimed the job by then."""
         self._heartbeat_soon(fail_queue(queue), FAIL_JOB_CLAIM_SECONDS)
 
     def _find_queues(self) -> None:
@@ -380,7 +380,7 @@ class Pulse:
 
 
 def _log_or_raise(exc: Exception) -> None:
-    """A ForqError (Redis is unreachable, for example) is retried later; anything else is a bug and ends pulse."""
+    """After a ForqError, such as an unreachable Redis, timers retry; anything else is a bug and ends pulse."""
     if not isinstance(exc, ForqError):
         raise exc
     log.warning("pulse failed; retrying later error=%s", exc)
@@ -458,7 +458,7 @@ def _describe_end(outcome: Outcome, cause: str, micros: int | None) -> str:
         return "timed out" if micros is None else f"timed out after {micros / 1e6:.3g} s"
     if outcome == "interrupted":
         return "interrupted, since its process was stopped"
-    # The supervisor has replaced blanks, since a cause is one word in Redis.
+    # The supervisor replaced the blanks: in Redis a cause is one word.
     end = cause.replace("_", " ")
     return f"lost with its process ({end})" if outcome == "stalled" else f"lost with others of its process ({end})"
 

@@ -35,8 +35,8 @@ CallLater = Callable[[float, Callable[[], None]], object]
 class BatchRescue:
     """Rescues the rest of a batch from behind a slow job.
 
-    It polls the scoreboard while any worker holds a batch. `scoreboard.watching` tells workers that it polls; a worker
-    that starts a batch while the flag is down wakes pulse through the eventfd.
+    It polls the scoreboard while any worker holds a batch; `scoreboard.watching` is 1 while it polls. A worker that
+    starts a batch while it is 0 wakes pulse through the eventfd.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class BatchRescue:
         self._unlogged: dict[str, int] = {}
 
     def start(self) -> None:
-        """Polls even if the flag is up: a pulse that died while polling has left it up, and no worker would wake us."""
+        """Polls even if `watching` is 1: a pulse that died while polling left it at 1, and no worker wakes us."""
         self._board.watching = 1
         self._later(0, self._check)
 
@@ -73,7 +73,7 @@ class BatchRescue:
         self._quiet_checks = 0 if self._rescue_stuck() else self._quiet_checks + 1
         if self._quiet_checks >= QUIET_CHECKS:
             self._board.watching = 0
-            # A batch that started just before the flag fell has woken nobody.
+            # A worker that started a batch just before the flag was cleared did not wake pulse.
             if not self._rescue_stuck():
                 return
             self._board.watching = 1
@@ -108,7 +108,7 @@ class BatchRescue:
         return True
 
     def _count(self, queue: str, jobs: int) -> None:
-        """A busy queue may need several rescues a second: the first is logged at once, the others once a minute."""
+        """Logs the first rescue at once and the others once a minute: a busy queue may need several a second."""
         if queue in self._unlogged:
             self._unlogged[queue] += jobs
         else:
@@ -142,7 +142,7 @@ class UnreadClaim:
 class UnreadClaims:
     """Rescues jobs from workers whose process does not respond.
 
-    An idle worker leaves its claim at the server, which may so make a job active in a process that is stopped, frozen,
+    An idle worker leaves its claim at the server. So the server may assign a job to a process that is stopped, frozen,
     or whose interpreter is blocked.
 
     1. Such a claim is published (`look`, with the worker and its turn), at most once in 2 s per queue. A check of the
@@ -154,7 +154,7 @@ class UnreadClaims:
        has not started, all its jobs are returned. A worker that wakes up publishes its position and then reads the
        mark: either pulse sees the position, or the worker sees the mark.
 
-    `probe` has the supervisor ping the processes of these slots; its flag tells whether they have unread claims.
+    `probe` makes the supervisor ping the processes of these slots. Its flag: whether they have unread claims.
     """
 
     def __init__(
@@ -211,8 +211,8 @@ class UnreadClaims:
             self._start_slice()
 
     def probe_resting(self, wanted: set[tuple[str, int]]) -> None:
-        """Jobs wait for processes of these queues and roles. A worker that rests all the same may have been woken
-        without noticing, because its process does not respond."""
+        """Jobs wait for processes of these queues and roles. A worker that still rests may have been woken, but
+        its process does not respond."""
         if not wanted:
             return
         slots = map(self._board.slot, range(self._board.highest))
@@ -237,7 +237,7 @@ class UnreadClaims:
             log.info("cannot check for unread claims queue=%s error=%s", queue, exc)
 
     def _inherit_wait(self, claim: UnreadClaim) -> None:
-        """A process that has not responded to an earlier probe need not be waited for again."""
+        """Counts the time since an earlier probe if the same process has not responded to that."""
         others = [other for other in self._claims.values() if other.slot.pid == claim.slot.pid]
         silent = [other for other in others if other.slot.beat_ns <= other.probed_ns]
         if silent:

@@ -42,7 +42,7 @@ _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def append_lines(directory: Path, lines: Sequence[Mapping[str, object]], max_bytes: int = DEFAULT_MAX_BYTES) -> None:
     """Appends lines and syncs them. A file that would grow past `max_bytes` is rotated first (one batch may be larger).
 
-    A write that failed half way is undone. One that a crash cut off is ended by the next write, so that it spoils no
+    A partial write is undone. If a crash left an incomplete line, the next write ends it first, so that it spoils no
     other line.
     """
     data = b"".join(_encode(line) + b"\n" for line in lines)
@@ -103,7 +103,7 @@ def _open_with_room(size: int, folder: int, max_bytes: int) -> int:
         except BaseException:
             os.close(fd)
             raise
-        # The log was rotated, by us or by the other process: the lock is on the old file.
+        # The log was rotated, here or by the other process: the lock is on the old file.
         os.close(fd)
 
 
@@ -164,7 +164,7 @@ class Scribe:
         self._context = context
         link = Link(context.url, name="forq-scribe", timeout_seconds=CALL_TIMEOUT_SECONDS)
         self._outbox = Outbox(link, context.prefix, context.processor, context.expiry_ms)
-        self._subscription = OutboxSubscription(context.url, context.prefix, "forq-scribe-bell")
+        self._subscription = OutboxSubscription(context.url, context.prefix, "forq-scribe-subscription")
         self._loop = service_loop()
         self._rpc = RpcServer(self._loop, leash, {"serve": self._serve})
         self._queues: list[str] = []

@@ -51,8 +51,8 @@ class Awaiters:
     """Serves all awaiters of the control socket without blocking for any.
 
     1. Registers each in Redis under its own name, and renews it after half of the registration's validity.
-    2. Receives on a channel of its own which awaiter was handed an item, and fetches it.
-    3. Messages are lost while the subscription is down: after it broke, every awaiter is checked again.
+    2. Subscribes to a channel of its own. A message there names an awaiter that has a new item; fetches the item.
+    3. Checks every awaiter after the subscription broke: messages were lost in the meantime.
     4. Awaiters stay while Redis is unreachable, each until its own time is up.
     """
 
@@ -157,7 +157,7 @@ class Awaiters:
                 self._subscribe()
                 return self._request(awaiter)
             except RedisUnavailable:
-                # The others need not run into the same timeout.
+                # Spares the other awaiters the same timeout.
                 self._redis_down_until = self._now() + RETRY_SECONDS
         self._set_due(awaiter, min(self._redis_down_until, awaiter.until))
         return None
@@ -212,7 +212,7 @@ def _describe(awaiter: str, lease: Lease) -> dict[str, Any]:
 
 WATCH_SECONDS = 1.0
 LONGEST_WAIT_SECONDS = 5.0
-# A client that watches repeats its request at once, so after this pause none does.
+# A client that watches repeats its request at once: after this pause there is no such client.
 UNSUBSCRIBE_SECONDS = 10.0
 _SEEN = re.compile(r"([0-9]{1,20}) [0-9a-f]{16}")
 _FIELDS = ("identifier", "retry_count", "stall_count", "timeout_count", "run_at", "progress", "error")
@@ -235,9 +235,8 @@ class Watcher:
 class Watchers:
     """Replies to a watcher when its job has changed, or after a while.
 
-    1. Receives which jobs have new progress, or ended or were returned after they had reported some; then reads them.
-    2. Jobs without progress publish nothing, since that would cost every turn of every worker. Watched jobs are
-       therefore read once a second; others cost nothing.
+    1. Subscribes to ids of jobs with new progress, and of jobs that ended or were returned after some; then reads them.
+    2. Reads watched jobs once a second, because jobs without progress publish nothing: that would slow down every turn.
     3. Is subscribed only while clients watch.
     """
 
@@ -318,7 +317,7 @@ class Watchers:
         if watcher.seen is None:
             watcher.since = job["fence"] if "fence" in job else self._server_us(watcher.inspector.name)
         elif job["state"] in ("dead", "done") and job["fence"] < watcher.since:
-            # An earlier job of the same id; the watched one was removed in another way.
+            # An earlier job of the same id; the watched job was removed.
             job = {"state": "gone"}
         reply = {
             "id": watcher.job_id,
