@@ -109,7 +109,6 @@ def exec_program(
     death_signal: int | None = None,
     stdout_fd: int | None = None,
     stderr_fd: int | None = None,
-    cgroup: Cgroup | None = None,
 ) -> ProcessHandle:
     """Forks a child that executes the program argv[0], a path; it exits with 127 if that fails.
 
@@ -118,7 +117,7 @@ def exec_program(
     parent = os.getpid()
 
     def child() -> int:
-        _prepare_child(loop, cgroup, subreaper=False)
+        _prepare_child(loop, None, subreaper=False)
         _redirect(stdout_fd, 1)
         _redirect(stderr_fd, 2)
         _close_all_except(keep_fds)

@@ -16,17 +16,14 @@ import struct
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from forq.errors import ForqError, InvalidData, PermissionRefused, TimedOut, UnknownVerb
 from forq.logging_setup import WarningThrottle
 from forq.procs import jsonrpc
 from forq.procs.lines import LineBuffer, LineConnection
-from forq.procs.loop import Loop
+from forq.procs.loop import Loop, Timer
 from forq.procs.unix_socket import listen
-
-if TYPE_CHECKING:
-    from forq.procs.loop import Loop, Timer
 
 log = logging.getLogger("forq.control")
 

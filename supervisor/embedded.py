@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from forq.errors import ConfigError
+from forq.procs.unix_socket import MAX_PATH_BYTES
 from forq.supervisor.child import ChildTable, ProcessHandle, exec_program, reap, signal_child
 from forq.supervisor.pacing import Respawn
 
@@ -22,9 +23,6 @@ OLDEST_VERSION = (7, 0)
 
 # Free chunks that glibc's malloc caches per size up to 1 KB; its default is 7.
 MALLOC_CACHED_CHUNKS = 512
-
-# sockaddr_un.sun_path holds 108 bytes with the final NUL.
-LONGEST_SOCKET_PATH = 107
 
 _VERSION = re.compile(r"\bv=(\d+)\.(\d+)\.(\d+)")
 _VERSION_SECONDS = 10
@@ -85,9 +83,9 @@ def environment() -> dict[str, str]:
 
 def check_socket_path(path: Path) -> str:
     length = len(os.fsencode(path))
-    if length > LONGEST_SOCKET_PATH:
+    if length > MAX_PATH_BYTES:
         raise ConfigError(
-            f"socket path {path} has {length} bytes, but Linux allows {LONGEST_SOCKET_PATH}: choose a shorter state_dir"
+            f"socket path {path} has {length} bytes, but Linux allows {MAX_PATH_BYTES}: choose a shorter state_dir"
         )
     return str(path)
 

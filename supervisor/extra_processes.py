@@ -236,10 +236,10 @@ class HelperProcesses:
         if code == exits.QUEUE_GONE:
             self._deps.queue_gone(self._queue)
         elif code == exits.FENCED:
-            self._deps.check_evicted(self._queue)
+            self._deps.heartbeat(self._queue)
         elif code == exits.STOPPED:
             if progressed:
-                self._deps.check_waiting(self._queue)
+                self._deps.heartbeat(self._queue)
         else:
             role, delay = process.role.name.lower(), 0.0
             if not progressed and not began:

@@ -61,9 +61,8 @@ class ProcessDeps:
     ]
     recover: Callable[[dict[str, Any], Callable[[], None]], None]
     queue_gone: Callable[[str], None]
-    check_evicted: Callable[[str], None]
-    # Requests a heartbeat of this queue; pulse then reports how many jobs wait for helpers.
-    check_waiting: Callable[[str], None]
+    # Requests a heartbeat of this queue. Pulse then reports an eviction, and how many jobs wait for helpers.
+    heartbeat: Callable[[str], None]
     changed: Callable[[], None]
     processor: Callable[[], str]
     # Requests a search for jobs that this queue's workers hold but do not read.
@@ -601,13 +600,11 @@ class Stacks:
             self._loop.call_later(POLL_SECONDS, self._poll)
 
     def _finish(self) -> None:
-        dump = os.pread(self._file, MAX_DUMP_BYTES, 0).decode("utf-8", "replace") if self._file >= 0 else ""
-        self._close()
+        dump = ""
+        if self._file >= 0:
+            dump = os.pread(self._file, MAX_DUMP_BYTES, 0).decode("utf-8", "replace")
+            os.close(self._file)
+            self._file = -1
         waiting, self._waiting = self._waiting, []
         for then in waiting:
             then(dump)
-
-    def _close(self) -> None:
-        if self._file >= 0:
-            os.close(self._file)
-        self._file = -1

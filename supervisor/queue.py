@@ -444,7 +444,7 @@ class ServedQueue:
         else:
             if code == exits.FENCED:
                 # If this processor was evicted, all queues start anew. Pulse verifies it: one process may be wrong.
-                self._deps.check_evicted(name)
+                self._deps.heartbeat(name)
             lived = process.child.uptime_seconds()
             delay = entry.respawn.delay_after_death(lived, progressed=progressed, began=began)
             log.warning("child died queue=%s child=%s end=%s restart_in=%.2fs", name, role, end.text, delay)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 from forq.errors import ForqError, OutcomeUnknown
-from forq.output import format as output_pipe
+from forq.output.format import FIFO_NAME, open_fifo
 from forq.procs import jsonrpc, liveness
 from forq.procs.cgroups import Exceeded, Resources
 from forq.procs.loop import Timer
@@ -302,7 +302,7 @@ class OutputPipes:
         if name in self._fds:
             return
         try:
-            self._fds[name] = output_pipe.open_fifo(self._logs_dir / name)
+            self._fds[name] = open_fifo(self._logs_dir / name)
         except ForqError as exc:
             log.error("failed to open the output FIFO; output is not captured queue=%s error=%s", name, exc)
 
@@ -316,6 +316,6 @@ class OutputPipes:
         if fd is not None:
             os.close(fd)
             with suppress(OSError):
-                os.unlink(self._logs_dir / name / output_pipe.FIFO_NAME)
+                os.unlink(self._logs_dir / name / FIFO_NAME)
                 # Fails, as intended, if other files are there.
                 os.rmdir(self._logs_dir / name)

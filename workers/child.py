@@ -300,7 +300,7 @@ class _WorkerPool:
         main = settings.role == Role.MAIN
         consumer_args = (context.url, context.prefix, settings.spec.name, context.processor, slot.worker)
         return ReleaseLoop(
-            Consumer(*consumer_args, lane="main" if main else "retry"),
+            Consumer(*consumer_args, lane=_LANES[settings.role]),
             slot,
             expiry_ms=context.expiry_ms,
             idle_state=State.IDLE if main else State.PARKED,

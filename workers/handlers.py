@@ -29,7 +29,6 @@ class Handlers:
 
     def __init__(self, by_type: Mapping[str | None, Handler]) -> None:
         self._by_type = by_type
-        self.default = by_type.get(None)
 
     def for_type(self, job_type: str | None) -> Handler:
         handler = self._by_type.get(job_type)

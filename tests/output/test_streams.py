@@ -22,7 +22,8 @@ class Fifo:
 
     def __init__(self, directory: Path) -> None:
         self.fd = open_fifo(directory)
-        self.output = OutputWriter(open_fifo(directory))
+        self.output = OutputWriter()
+        self.output.open(open_fifo(directory), ())
         self.stdout = CapturedStream(self.output, "stdout", 1)
 
     def writes(self) -> list[bytes]:
@@ -175,7 +176,8 @@ def test_a_full_fifo_holds_up_once_and_shortly_and_is_told_of_afterwards(fifo: F
 
 def test_a_descriptor_that_was_closed_and_is_somebody_elses_now_is_left_alone(tmp_path: Path) -> None:
     fd = open_fifo(tmp_path)
-    output = OutputWriter(fd)
+    output = OutputWriter()
+    output.open(fd, ())
     os.close(fd)
     print("to nobody", file=CapturedStream(output, "stdout", 1))
     assert os.open(tmp_path / "mine", os.O_WRONLY | os.O_CREAT) == fd

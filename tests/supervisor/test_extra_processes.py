@@ -68,8 +68,7 @@ class Rig:
             grants=SimpleNamespace(unused_units=lambda: self.units),
             changed=lambda: None,
             queue_gone=lambda name: self.told.append(f"gone {name}"),
-            check_evicted=lambda name: self.told.append(f"evicted {name}"),
-            check_waiting=lambda name: self.told.append(f"look {name}"),
+            heartbeat=lambda name: self.told.append(f"heartbeat {name}"),
         )
         self.deps = deps
         self.helpers = HelperProcesses("q", deps, make=self._make, wanted=lambda: self.served, gone=lambda: None)
@@ -150,7 +149,7 @@ def test_after_one_that_has_run_something_it_is_looked_what_is_left(rig: Rig) ->
     process.jobs_done = 1
     process.announced = exits.STOPPED
     rig.helpers.process_ended(process, FINE)  # type: ignore[arg-type]
-    assert rig.told == ["look q"]
+    assert rig.told == ["heartbeat q"]
 
 
 def test_a_job_that_kills_its_process_holds_up_no_other(rig: Rig) -> None:
@@ -184,7 +183,7 @@ def test_a_code_that_was_not_announced_is_a_death_like_any_other(rig: Rig, code:
     assert rig.want(1) == 0, "there is a pause before the next"
 
 
-@pytest.mark.parametrize(("code", "told"), [(exits.QUEUE_GONE, "gone q"), (exits.FENCED, "evicted q")])
+@pytest.mark.parametrize(("code", "told"), [(exits.QUEUE_GONE, "gone q"), (exits.FENCED, "heartbeat q")])
 def test_what_it_has_learned_of_its_place_is_passed_on(rig: Rig, code: int, told: str) -> None:
     rig.want(1)
     (process,) = rig.admit()

@@ -37,8 +37,7 @@ class Stage:
             child_main=MagicMock(),
             recover=lambda params, finish: finish(),
             queue_gone=lambda name: self.events.append(f"gone {name}"),
-            check_evicted=lambda name: self.events.append(f"check evicted {name}"),
-            check_waiting=MagicMock(),
+            heartbeat=lambda name: self.events.append(f"heartbeat {name}"),
             changed=lambda: None,
             processor=lambda: "p",
             check_unread=MagicMock(),
@@ -146,7 +145,7 @@ def test_an_exit_code_of_a_handler_is_no_config_error(stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "event"), [(exits.QUEUE_GONE, "gone q"), (exits.FENCED, "check evicted q")], ids=["gone", "fenced"]
+    ("code", "event"), [(exits.QUEUE_GONE, "gone q"), (exits.FENCED, "heartbeat q")], ids=["gone", "fenced"]
 )
 def test_what_an_announced_exit_code_reports_is_verified_elsewhere(stage: Stage, code: int, event: str) -> None:
     stage.start()

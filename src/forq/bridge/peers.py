@@ -13,6 +13,8 @@ from forq.procs.loop import Loop
 PAUSE_UNSENT_BYTES = 1 << 20
 MAX_UNSENT_BYTES = 8 << 20
 
+STDIN, STDOUT = 0, 1
+
 
 class Peer(Protocol):
     """`pending`: line number and request not executed yet. `ended`: no more input. `disconnected`: output is lost."""
@@ -43,25 +45,23 @@ class StandardStreams:
 
     unsent = False
 
-    def __init__(self, loop: Loop, stdin: int = 0, stdout: int = 1) -> None:
+    def __init__(self, loop: Loop) -> None:
         self.name = "stdin"
         self.lines = LineBuffer(skip_too_long=True)
         self.pending: tuple[int, Request] | None = None
         self.ended = False
         self.disconnected = False
         self._loop = loop
-        self._stdin = stdin
-        self._stdout = stdout
         self.update_reading()
 
     def update_reading(self) -> None:
         if self.ended or self.pending is not None or self.lines.has_line():
-            self._loop.remove_reader(self._stdin)
+            self._loop.remove_reader(STDIN)
         else:
-            self._loop.add_reader(self._stdin, self._read)
+            self._loop.add_reader(STDIN, self._read)
 
     def _read(self) -> None:
-        received = os.read(self._stdin, READ_BYTES)
+        received = os.read(STDIN, READ_BYTES)
         self.lines.push(received)
         if not received:
             self.stop_reading()
@@ -70,10 +70,10 @@ class StandardStreams:
         left = memoryview(line)
         while left and not self.disconnected:
             try:
-                left = left[os.write(self._stdout, left) :]
+                left = left[os.write(STDOUT, left) :]
             except BlockingIOError:
                 # Another process made the pipe non-blocking.
-                select.select([], [self._stdout], [])
+                select.select([], [STDOUT], [])
             except OSError:
                 self.disconnected = True
                 self.stop_reading()

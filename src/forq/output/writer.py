@@ -49,17 +49,13 @@ CURRENT_JOB: ContextVar[str | None] = ContextVar("forq_job", default=None)
 
 class OutputWriter:
     """`slots` of the workers of this process show which job a thread runs, so a job that prints nothing costs nothing.
-    Without a descriptor nothing is written until `open`."""
+    Nothing is written before `open`."""
 
-    def __init__(
-        self, fd: int | None = None, slots: Sequence[Slot] = (), now: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._fd = -1
         self._identity = (0, 0)
-        self._slots = slots
+        self._slots: Sequence[Slot] = ()
         self._now = now
-        if fd is not None:
-            self.open(fd, slots)
         self._allowance = Allowance(RATE, BURST, now())
         self._urgent = Allowance(URGENT_RATE, URGENT_BURST, now())
         # Incomplete lines by thread and stream, with their job.
@@ -132,14 +128,14 @@ class OutputWriter:
             self._write(pack_notice({"end": job}))
 
     def write_message(
-        self, stream: str, level: str, message: str, *, job: str | None, logger: str | None = None, pid: int = 0
+        self, stream: str, level: str, message: str, *, job: str | None, logger: str | None = None
     ) -> None:
         """Writes one message, which may have several lines."""
         if len(message) > MAX_MESSAGE:
             half = MAX_MESSAGE // 2
             message = f"{message[:half]}\n{ELLIPSIS}\n{message[-half:]}"
         line = self._line(stream, level, job, message)
-        self._send(line._replace(logger=logger and logger[:MAX_LOGGER], pid=pid or line.pid))
+        self._send(line._replace(logger=logger and logger[:MAX_LOGGER]))
 
     def current_job(self) -> str | None:
         """The job of the calling task or thread. For a thread of the user: the running job, if there is exactly one."""
