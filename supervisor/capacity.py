@@ -49,7 +49,7 @@ class HolderView(TypedDict):
     units: int
     priority: int
     held_seconds: float
-    asked_to_yield: bool
+    yield_sent: bool
 
 
 class WaiterView(TypedDict):
@@ -74,20 +74,20 @@ class _Grant:
     units: int
     priority: int
     since: float
-    asked_at: float | None = None
+    yield_sent_at: float | None = None
 
     @property
-    def asked(self) -> bool:
-        return self.asked_at is not None
+    def yield_sent(self) -> bool:
+        return self.yield_sent_at is not None
 
     def slice_end(self) -> float:
         return self.since + SLICE_SECONDS
 
     def patience_end(self) -> float:
-        return -inf if self.asked_at is None else self.asked_at + PATIENCE_SECONDS
+        return -inf if self.yield_sent_at is None else self.yield_sent_at + PATIENCE_SECONDS
 
     def is_expected_back(self, now: float) -> bool:
-        """Whether it was asked to yield and is likely to do so soon."""
+        """Whether it got a `yield` recently, so that its `done` is likely to follow soon."""
         return now < self.patience_end()
 
 
@@ -156,10 +156,10 @@ class Capacity:
             waiter.since + (self._aged_levels(waiter, last) + 1) * self._aging_seconds
             for waiter in self._waiters.values()
         ]
-        unasked = [grant for grant in self._grants.values() if not grant.asked]
-        moments += [grant.slice_end() for grant in unasked if grant.slice_end() > last]
+        not_yielding = [grant for grant in self._grants.values() if not grant.yield_sent]
+        moments += [grant.slice_end() for grant in not_yielding if grant.slice_end() > last]
         moments += [grant.patience_end() for grant in self._grants.values() if grant.is_expected_back(last)]
-        if unasked:
+        if not_yielding:
             # No message arrives when a holder becomes idle.
             moments.append(last + SLICE_SECONDS)
         return max(0.0, max(min(moments), last + SHORTEST_TICK_SECONDS) - now)
@@ -176,7 +176,7 @@ class Capacity:
                     "units": grant.units,
                     "priority": grant.priority,
                     "held_seconds": now - grant.since,
-                    "asked_to_yield": grant.asked,
+                    "yield_sent": grant.yield_sent,
                 }
                 for grant in self._grants.values()
             ],
@@ -226,14 +226,14 @@ class Capacity:
             if grant.is_expected_back(now):
                 lacking -= grant.units
                 lacking_without_busy -= 0 if busy else grant.units
-            elif grant.asked:
+            elif grant.yield_sent:
                 continue
             elif not busy or grant.priority < level or (grant.priority == level and slice_over):
                 candidates.append((busy, grant.priority, grant.since, grant))
         candidates.sort(key=lambda candidate: candidate[:3])
         for busy, _, _, grant in candidates:
             if (lacking if busy else lacking_without_busy) > 0:
-                grant.asked_at = now
+                grant.yield_sent_at = now
                 lacking -= grant.units
                 lacking_without_busy -= grant.units
                 yield Instruction(grant.holder, "yield")

@@ -344,8 +344,8 @@ class ServedQueue:
 
     def unresponsive_workers(self) -> dict[str, int]:
         """Pids of the idle workers in unresponsive processes, by worker."""
-        silent = [process for process in self._processes() if process.watch.unresponsive]
-        return {worker: process.pid for process in silent for worker in process.idle_workers()}
+        unresponsive = [process for process in self._processes() if process.watch.unresponsive]
+        return {worker: process.pid for process in unresponsive for worker in process.idle_workers()}
 
     def probe(self, numbers: set[int], *, unread: bool) -> None:
         """Checks whether the processes of these slots respond. `unread`: they have jobs that they do not read."""

@@ -124,7 +124,7 @@ class Watch:
         assert {grant["holder"]: grant["units"] for grant in view["holders"]} == {
             holder: terms.units for holder, terms in self.held.items()
         }
-        assert {grant["holder"] for grant in view["holders"] if grant["asked_to_yield"]} == set(self.asked)
+        assert {grant["holder"] for grant in view["holders"] if grant["yield_sent"]} == set(self.asked)
         assert {waiter["holder"] for waiter in view["waiting"]} == set(self.wishes)
         assert (view["granted"], view["free"]) == (UNITS - self.free, self.free)
         head = self.head()

@@ -200,7 +200,7 @@ def test_the_same_wish_again_keeps_its_place_and_another_one_starts_anew() -> No
 def test_describe_says_who_holds_and_who_waits() -> None:
     capacity = full((100, 0))
     capacity.want(1, 30, 2, 0.0)
-    holders = [{"holder": 0, "units": 100, "priority": 0, "held_seconds": 10.5, "asked_to_yield": True}]
+    holders = [{"holder": 0, "units": 100, "priority": 0, "held_seconds": 10.5, "yield_sent": True}]
     waiting = [{"holder": 1, "units": 30, "priority": 2, "level": 4, "waited_seconds": 0.5}]
     assert capacity.describe(0.5) == {"units": 100, "granted": 100, "free": 0, "holders": holders, "waiting": waiting}
 

@@ -81,8 +81,8 @@ class HttpServer:
             return
         sock.setblocking(False)
         if len(self._clients) >= MAX_CONNECTIONS:
-            silent = [client for client in self._clients if client.unsent is None]
-            self._drop(min(silent or self._clients, key=lambda client: client.timer.due))
+            without_request = [client for client in self._clients if client.unsent is None]
+            self._drop(min(without_request or self._clients, key=lambda client: client.timer.due))
         client = _Client(sock, self._loop.call_later(CONNECTION_SECONDS, lambda: self._drop(client)))
         self._clients[client] = None
         self._loop.add_reader(sock.fileno(), lambda: self._try(self._read, client))

@@ -239,9 +239,9 @@ class UnreadClaims:
     def _inherit_wait(self, claim: UnreadClaim) -> None:
         """Counts the time since an earlier probe if the same process has not responded to that."""
         others = [other for other in self._claims.values() if other.slot.pid == claim.slot.pid]
-        silent = [other for other in others if other.slot.beat_ns <= other.probed_ns]
-        if silent:
-            longest = max(silent, key=lambda other: other.waited_seconds)
+        unresponsive = [other for other in others if other.slot.beat_ns <= other.probed_ns]
+        if unresponsive:
+            longest = max(unresponsive, key=lambda other: other.waited_seconds)
             claim.probed_ns, claim.waited_seconds = longest.probed_ns, longest.waited_seconds
 
     def _start_slice(self) -> None:
