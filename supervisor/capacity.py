@@ -26,8 +26,8 @@ from forq.procs.loop import Loop, Timer
 from forq.procs.scoreboard import Scoreboard, State
 
 # A worker may run jobs this long before it has to share with others of its level. A new grant counts as busy for the
-# same time, whatever the slot shows: its holder may not have received it yet. Taking it back because it looks idle
-# would give a queue of lower priority every other turn.
+# same time, even if the slot is idle: its holder may not have received it yet. If such a grant were taken back, a queue
+# of lower priority would get every other turn.
 SLICE_SECONDS = 0.05
 # A holder that has not answered `yield` within this time runs a long job or hangs: further holders must yield, too.
 PATIENCE_SECONDS = 1.0
@@ -193,7 +193,7 @@ class Capacity:
         }
 
     def _serve(self, now: float) -> list[Instruction]:
-        """Grants free units, and makes holders yield what the first waiter still needs."""
+        """Grants free units, and makes holders yield the units that the first waiter still needs."""
         if not self._waiters:
             return []
         self._ticked_at = now

@@ -175,7 +175,7 @@ def _fork(child: Callable[[], int]) -> ProcessHandle:
 
 
 def _call_and_exit(child: Callable[[], int]) -> NoReturn:
-    """Never returns to the parent's stack, whatever happens: that would be a second supervisor."""
+    """Never returns to the parent's stack: that would be a second supervisor."""
     code = 1
     # Otherwise a collection would write to objects of the parent, and so copy their pages.
     gc.freeze()
@@ -279,7 +279,7 @@ _NO_LIMITS = Resources()
 class ChildTable:
     """All children of the supervisor.
 
-    1. Holds what they share: the loop, inherited descriptors, control groups, the set of child pids.
+    1. Holds their shared resources: the loop, inherited descriptors, control groups, the set of child pids.
     2. Reports to a child that a signal stopped or continued it.
     3. Cleans up the process trees of dead children, through the warden if there is one.
     """

@@ -1,5 +1,5 @@
 """The settings of one supervisor, read once at start: from the command line, else the environment, else the config
-file, else the default. Every mistake is a ConfigError with its place, the given value, and what is allowed."""
+file, else the default. Every mistake is a ConfigError with its place, the given value, and the allowed ones."""
 
 import grp
 import os
@@ -296,7 +296,7 @@ def _check_together(config: Config, sources: Mapping[str, str]) -> None:
 
 
 def check_size(options: Mapping[str, Value], capacity: int, where: str) -> None:
-    """Raises InvalidOption if a job needs more units than the capacity: it would wait for ever."""
+    """Raises InvalidOption if a job needs more units than the capacity: it would wait forever."""
     for name in ("size", "fail_size"):
         if int(options.get(name, 0)) > capacity:
             raise InvalidOption(f"{where}: {name} = {options[name]} is not allowed: capacity is {capacity} units")

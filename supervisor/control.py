@@ -179,7 +179,7 @@ class Connection:
             self._stop_reading()
         else:
             self._start_reading()
-            # Further bytes do not extend it: a byte now and then must not keep the connection for ever.
+            # Further bytes do not extend it: a client that trickles bytes must not keep the connection.
             if len(self._io.lines) and self._half_line_timer is None:
                 self._half_line_timer = self._loop.call_later(HALF_LINE_SECONDS, self._half_line_expired)
 

@@ -20,7 +20,7 @@ FLAPPING_DEATHS = 5
 
 
 class Respawn:
-    """Delay before a child is respawned. Children are never given up: a flapping one is retried for ever."""
+    """Delay before a child is respawned. Never gives up: even a flapping child is respawned."""
 
     def __init__(self, rng: random.Random | None = None) -> None:
         self._fruitless = 0

@@ -226,7 +226,7 @@ class QueueProcess:
     def announced_code(self, end: Exit) -> int | None:
         """The exit code, if forq's own code announced it and no job was running; else None.
 
-        A handler can end its process with any code: that is a crash of its job, whatever the number.
+        A handler can end its process with any code. That is always a crash of its job.
         """
         running = any(slot.position & 1 and slot.state == State.BUSY for slot in self._slots())
         return None if running or end.code != self._announced_exit else end.code

@@ -66,7 +66,7 @@ class ServedQueue:
         self.restart_error: dict[str, Any] | None = None
         self._survivors: set[int] = set()
         self._deps = deps
-        # Items of the release modes are taken by clients: there is no work for a retry process.
+        # Clients take the items of these modes: a retry process would have no work.
         serves = spec.mode not in (ON_REQUEST, EXTERNAL)
         self._entries = [_ProcessEntry(role) for role in ((Role.MAIN, Role.RETRY) if serves else (Role.MAIN,))]
         # Retiring processes that already have a successor and still run jobs.

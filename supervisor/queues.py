@@ -123,8 +123,8 @@ class Queues:
         return self.by_name.get(queue.spec.name) is queue and not self._stopping
 
     def found(self, name: str, mode: str) -> None:
-        """Pulse has found a queue of a release mode: every supervisor serves it, whichever created it. It is not saved
-        in the state directory."""
+        """Pulse found a queue of a release mode that another supervisor created. Every supervisor serves those. It is
+        not saved in the state directory."""
         if name in self.by_name or self._stopping:
             return
         log.info("found a queue created elsewhere queue=%s mode=%s", name, mode)

@@ -41,10 +41,10 @@ log = logging.getLogger("forq")
 class Services:
     """All services of one supervisor.
 
-    1. Creates what the children share: scoreboard, control groups, output pipes, the context.
+    1. Creates the resources that children share: scoreboard, control groups, output pipes, the context.
     2. Starts and stops the services and the embedded server.
     3. Sends requests to pulse (recover, evict), and the list of served queues to pulse, scribe and logger.
-    4. Keeps what the services report: the state of Redis, errors of the failed log.
+    4. Keeps the state that services report: whether Redis is reachable, errors of the failed log.
 
     `served` returns the names of the served queues, and of those with a fail queue.
     """

@@ -97,7 +97,7 @@ class ProcessWatch:
         if self._child.ended:
             return
         if not self._child.stopped and not self._slots[0].minder:
-            # Still importing handlers, which may take any time: there is no minder yet to answer.
+            # Still importing handlers, which may take long: no minder answers yet.
             self.stop()
             return
         if not self._child.stopped and all(slot.beat_ns > self._probed_ns for slot in self._slots):

@@ -1,4 +1,5 @@
-"""The minder: the second thread of a queue's process. It does what the workers cannot do while they run or block.
+"""The minder: the second thread of a queue's process. It does the work that workers cannot do while they run jobs or
+block.
 
 1. Reads the leash: passes capacity messages to the grant of the worker they name. When the supervisor dies, kills
    everything below this process, then exits.

@@ -24,7 +24,7 @@ ACCEPT_PAUSE_SECONDS = 0.5
 PING_BYTES = 4096
 # A peer that closed its input has this long to read the remaining responses.
 DRAIN_SECONDS = 30.0
-# Workers silent for longer lose their binding.
+# Workers that send no message for this long lose their binding.
 FORGET_SECONDS = 86400.0 * 2
 # While stopping with requests left, how long to wait for Redis.
 STOP_SECONDS = 10.0
@@ -44,8 +44,8 @@ class Bridge:
     """1. Executes the requests of all peers, a few lines of each in turn. While Redis is down it retries the same
        request, and reads nothing more from that peer.
     2. Assigns jobs to idle workers when Redis publishes that there may be work for them.
-    3. On each tick expires silent workers and leases, and promotes due jobs.
-    4. When a peer disconnects, executes what was read from it, then unregisters its idle workers.
+    3. On each tick expires inactive workers and leases, and promotes due jobs.
+    4. When a peer disconnects, executes the messages read from it, then unregisters its idle workers.
 
     End of file on `leash` stops the bridge.
     """
@@ -103,7 +103,7 @@ class Bridge:
         return self._timeout_seconds()
 
     def stop(self) -> None:
-        """Reads nothing more; executes what was read."""
+        """Stops reading; executes the messages read so far."""
         self._stopping = True
         self._give_up_at = self._now() + STOP_SECONDS
         if self._listener is not None:

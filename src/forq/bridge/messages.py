@@ -165,7 +165,7 @@ class Payload:
 
 
 def parse_message(line: bytes) -> Request:
-    """Raises only InvalidMessage, whatever the line contains."""
+    """Raises nothing but InvalidMessage."""
     try:
         message = orjson.loads(line)
     except orjson.JSONDecodeError as exc:
@@ -250,7 +250,7 @@ def _finished(payload: Payload) -> JobFinished:
 def _result(value: Any) -> bytes:
     try:
         return orjson.dumps(value)
-    except TypeError as exc:  # orjson reads deeper nesting than it writes; the job is done all the same
+    except TypeError as exc:  # orjson reads deeper nesting than it writes; the job is done anyway
         return f"!it cannot be written as JSON: {exc}".encode()
 
 

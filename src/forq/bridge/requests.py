@@ -76,8 +76,8 @@ class Requests:
         self._external(queue).leave(worker, self._bridge)
 
     def tick(self) -> dict[str, int | None]:
-        """Expires leases and silent workers and promotes due jobs, for every external queue, as a supervisor's pulse
-        does. Returns by queue in how many ms the next job is due."""
+        """Expires leases and inactive workers and promotes due jobs in every external queue, like a supervisor's pulse.
+        Returns by queue the ms until the next job is due."""
         queues = [name for name, mode in self._registry.names().items() if mode == EXTERNAL]
         return {queue: self.promote(queue) for queue in queues}
 

@@ -168,7 +168,7 @@ def _remember_job() -> None:
 
 
 def _restore_job() -> None:
-    """In a process that a handler forked: its output belongs to that job, whatever the worker runs later."""
+    """In a process that a handler forked: its output still belongs to that job when the worker runs the next one."""
     CURRENT_JOB.set(_forking.job)
 
 

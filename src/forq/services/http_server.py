@@ -148,8 +148,7 @@ class HttpServer:
         self._end(client)
 
     def _end(self, client: _Client) -> None:
-        """Reads what the client sent beyond its request: otherwise close would reset the connection, and the response
-        would be lost."""
+        """Reads unread input of the client: otherwise close would reset the connection and lose the response."""
         try:
             client.sock.shutdown(socket.SHUT_WR)
             client.sock.recv(MAX_HEAD_BYTES)

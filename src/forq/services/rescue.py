@@ -13,7 +13,7 @@ from forq.procs.scoreboard import Scoreboard, Slot, State, age_ms
 
 BATCH_CHECK_SECONDS = 0.02
 RESCUE_AFTER_MS = 20.0
-# Checks without any batch before the scoreboard is no longer polled.
+# Polling stops after this many checks without a batch.
 QUIET_CHECKS = 50
 RESCUES_LOG_SECONDS = 60.0
 
@@ -81,7 +81,7 @@ class BatchRescue:
         self._later(BATCH_CHECK_SECONDS, self._check)
 
     def _rescue_stuck(self) -> bool:
-        """Rescues what is stuck behind slow jobs; True if any worker holds a batch."""
+        """Rescues jobs that are stuck behind slow ones; True if any worker holds a batch."""
         now = self._now_ns()
         batches = False
         for number in range(self._board.highest):
@@ -127,7 +127,7 @@ class BatchRescue:
 
 @dataclass
 class UnreadClaim:
-    """A worker that has not started what it claimed with this turn."""
+    """A worker that has not started the jobs it claimed with this turn."""
 
     slot: Slot
     queue: str
@@ -221,7 +221,7 @@ class UnreadClaims:
             self._probe(resting, False)
 
     def check(self, queue: str) -> None:
-        """Compares the turns that the queue has registered for this supervisor's workers with what they have read."""
+        """Compares the turns that the queue has registered for this supervisor's workers with those they have read."""
         self.suspect(queue, self._recovery.registered(queue))
 
     def _check_if_due(self, queue: str, at: float) -> None:
@@ -295,7 +295,7 @@ class UnreadClaims:
 
 
 def _lags(slot: Slot, worker: str, turn: int) -> bool:
-    """Whether the worker has not started what it claimed with this turn. `held` is 0 if the turn gave it no jobs."""
+    """Whether the worker has not started the jobs it claimed with this turn. `held` is 0 if it claimed none."""
     at = slot.read_position()
     if at.running or slot.worker != worker or slot.state in (State.EMPTY, State.STARTING):
         return False

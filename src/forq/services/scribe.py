@@ -185,7 +185,7 @@ class Scribe:
         return max(0.0, min([self._check_at, *self._due.values()]) - time.monotonic())
 
     def tick(self, now: float) -> None:
-        """Does what is due: connects, checks for lines, writes one batch of each queue."""
+        """Connects, checks for lines, and writes one batch of each queue, as far as that is due."""
         try:
             checking = now >= self._check_at
             if checking:
@@ -243,7 +243,7 @@ class Scribe:
             raise
         except (UnknownQueue, Fenced) as exc:
             # The queue was deleted, or this processor evicted: others write the lines, and pulse reports it.
-            log.info("outbox is no longer ours queue=%s reason=%s", queue, exc)
+            log.info("not draining the outbox any more queue=%s reason=%s", queue, exc)
             del self._due[queue]
         except ForqError as exc:
             self._write_failed(queue, exc, now)

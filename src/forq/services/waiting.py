@@ -342,7 +342,7 @@ class Watchers:
 
 
 def _digest(reply: dict[str, Any], fence: int | None) -> str:
-    """The same progress reported again is no change."""
+    """Ignores the time of a progress report: the same progress again is not a change."""
     progress = reply.get("progress")
     brief = progress and [progress["fraction"], progress["text"]]
     return hashlib.blake2b(orjson.dumps([{**reply, "progress": brief}, fence]), digest_size=8).hexdigest()
