@@ -367,3 +367,22 @@ def test_connections_over_the_limit_get_an_error_message(redis_url: str, path: P
         reason = late.wait_for("error")["reason"]
         assert reason == f"too many connections: at most {MAX_CONNECTIONS} at a time"
         first.request("add_job", "job_added", queue_name="q", uuid="a", command="c")
+
+
+def test_a_notified_worker_of_a_deleted_queue_does_not_keep_the_bridge_busy(redis_url: str) -> None:
+    link = Link(redis_url)
+    registry = Registry(link, DEFAULT_PREFIX)
+    with bridge(redis_url, "--tick", "1h") as process:
+        process.send("worker_idle", **W)
+        process.request("list_workers", "workers", queue_name="q")
+        registry.delete("q", force=True)
+        while registry.purge("q", lambda jobs: None):
+            pass
+        # After a reconnect the bridge requests the assignments of all its workers.
+        link.call("CLIENT", "KILL", "TYPE", "pubsub", at="")
+        wait_until(lambda: any("no queue 'q'" in line for line in process.log), what="a refused assignment")
+        for number in range(50):
+            process.request("add_job", "job_added", queue_name="other", uuid=f"j{number}", command="c")
+        refused = [line for line in process.log if "no queue 'q'" in line]
+        assert len(refused) <= 2, "one for the deletion, one for the reconnect"
+    link.close()

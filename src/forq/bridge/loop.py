@@ -168,8 +168,17 @@ class Bridge:
         for key in list(self._notified)[:LINES_PER_TURN]:
             binding = self._bindings.get(key)
             if binding is not None and not binding.peer.disconnected:
-                self._send(binding.peer, self._requests.assign(*key))
+                self._assign(binding.peer, *key)
             del self._notified[key]
+
+    def _assign(self, peer: Peer, queue: str, worker: str) -> None:
+        """Not retried if it is refused, for example because the queue was deleted: that would repeat forever."""
+        try:
+            self._send(peer, self._requests.assign(queue, worker))
+        except RedisUnavailable:
+            raise
+        except ForqError as exc:
+            log.warning("cannot assign jobs to a worker queue=%s worker=%s error=%s", queue, worker, exc)
 
     def _tick(self, now: float) -> None:
         self._next_tick = now + self._tick_seconds
