@@ -1,4 +1,4 @@
-"""A fresh queue per test; and for tests/broker/test_mutants.py, a mutated script under all of them."""
+"""A new queue for each test. For tests/broker/test_mutants.py the library is replaced by a mutant."""
 
 from collections.abc import Iterator
 

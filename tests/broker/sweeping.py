@@ -1,4 +1,4 @@
-"""Makes scripts take stale hints out of their lists at once, and two at a time, so that tests see every step of it."""
+"""Makes scripts remove stale hints at once and two at a time, so that tests see every step."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,4 +1,4 @@
-"""Who stands in which line, who is rung, what a try skips: crowds, the dead, those who come late or leave."""
+"""Awaiters: their order, which one is notified, and dead, late or leaving awaiters."""
 
 from collections.abc import Iterator
 
@@ -19,7 +19,7 @@ def queue(redis_url: str) -> Iterator[ReleaseQueue]:
 
 
 @pytest.fixture
-def asked(redis_url: str) -> Iterator[ReleaseQueue]:
+def on_request(redis_url: str) -> Iterator[ReleaseQueue]:
     with gate(redis_url, "on_request", item_timeout_ms=HOUR_MS) as queue:
         yield queue
 
@@ -29,30 +29,30 @@ def now_ms(queue: ReleaseQueue) -> int:
     return int(seconds * 1000 + micros // 1000)
 
 
-def test_a_crowd_of_dead_awaiters_is_no_try_and_does_not_hide_the_one_that_lives(queue: ReleaseQueue) -> None:
+def test_many_dead_awaiters_count_as_no_try_and_do_not_hide_a_live_one(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
-    _crowd(queue, 1500)
+    _add_dead_awaiters(queue, 1500)
     queue.ask("alive")
     assert not queue.attempt().leased
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})
     assert queue.inspector.job("a")["retry_count"] == 0
-    assert queue.release().leased, "the gate was not used"
+    assert queue.release().leased, "the first call did not use the gate"
     assert queue.got("alive") == "a"
 
 
-def test_a_crowd_of_dead_awaiters_keeps_an_item_of_the_lane_in_its_lane(queue: ReleaseQueue) -> None:
+def test_many_dead_awaiters_leave_an_item_of_the_retry_lane_there(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     for _ in range(3):
         queue.attempt()
-    _crowd(queue, 1500)
+    _add_dead_awaiters(queue, 1500)
     queue.ask("alive")
     assert not queue.attempt("retry").leased
     assert queue.inspector.counts().retry == 1
     assert queue.attempt("retry").leased
 
 
-def _crowd(queue: ReleaseQueue, size: int) -> None:
-    """They came first, and died."""
+def _add_dead_awaiters(queue: ReleaseQueue, size: int) -> None:
+    """Adds awaiters that arrived first and have died."""
     names = [f"dead{number}" for number in range(size)]
     queue.ask("first")
     queue.leases.leave("first")
@@ -60,7 +60,7 @@ def _crowd(queue: ReleaseQueue, size: int) -> None:
     queue.redis.zadd(queue.key("awaiting"), {f" 1 {name}": 0 for name in names})
 
 
-def test_stale_hints_of_a_high_priority_do_not_let_a_low_one_pass(redis_url: str) -> None:
+def test_stale_hints_of_a_high_priority_do_not_let_a_lower_priority_overtake(redis_url: str) -> None:
     with gate(redis_url, "on_request") as queue:
         ids = [f"gone{number}" for number in range(1100)]
         queue.enqueue(*ids, "high", priority=0)
@@ -68,23 +68,23 @@ def test_stale_hints_of_a_high_priority_do_not_let_a_low_one_pass(redis_url: str
         for job_id in ids:
             queue.producer.cancel(job_id)
         answer = queue.leases.request("x", None, mode="on_request", register=True)
-        assert answer == LeaseReply(None, 0), "to be repeated at once"
+        assert answer == LeaseReply(None, 0), "the caller repeats at once"
         assert queue.got("x") == "high"
 
 
-def test_more_stale_hints_than_one_try_skips_do_not_end_the_tries(queue: ReleaseQueue) -> None:
+def test_more_stale_hints_than_one_try_skips_do_not_block_later_tries(queue: ReleaseQueue) -> None:
     ids = [f"gone{number}" for number in range(1100)]
     queue.enqueue(*ids, "a")
     for job_id in ids:
         queue.producer.cancel(job_id)
     queue.ask("x")
     assert not queue.attempt().leased
-    assert queue.pending() != [], "who blocks on it is woken"
-    assert queue.release().leased, "the gate was not used"
+    assert queue.pending() != [], "a blocked worker is woken"
+    assert queue.release().leased, "the first call did not use the gate"
 
 
 @pytest.mark.parametrize("name", ["", "a b", "a:1", "a\n", "ä"])
-def test_names_of_awaiters_that_would_be_misread_are_refused(queue: ReleaseQueue, name: str) -> None:
+def test_ambiguous_awaiter_names_are_refused(queue: ReleaseQueue, name: str) -> None:
     with pytest.raises(InvalidId):
         queue.ask(name)
     with pytest.raises(InvalidId):
@@ -103,15 +103,15 @@ def test_ten_thousand_awaiters_are_served_one_by_one(queue: ReleaseQueue) -> Non
     assert queue.state().active == {"a": "first", "b": "n00000"}
 
 
-def test_with_nothing_in_line_a_child_blocks_although_the_gate_is_closed(queue: ReleaseQueue) -> None:
+def test_without_awaiters_a_child_blocks_even_if_the_gate_is_closed(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     assert queue.attempt().wait_seconds == 60
     assert queue.release().wait_seconds == 0
 
 
-def test_an_awaiter_that_has_acknowledged_its_item_gets_no_other(queue: ReleaseQueue) -> None:
-    """A question that was under way when the answer to an earlier one came."""
+def test_an_awaiter_that_has_acknowledged_its_item_gets_no_second_one(queue: ReleaseQueue) -> None:
+    """A request may still be in flight when the reply to an earlier one arrives."""
     queue.enqueue("a", "b")
     queue.ask("x")
     queue.attempt()
@@ -121,34 +121,36 @@ def test_an_awaiter_that_has_acknowledged_its_item_gets_no_other(queue: ReleaseQ
     assert not queue.attempt().leased
 
 
-def test_who_was_rung_too_late_is_not_rung_for_ever(asked: ReleaseQueue) -> None:
-    asked.ask("x")
-    asked.enqueue("a")
-    assert asked.list_of("x") == [""]
-    assert asked.got("faster") == "a"
-    assert asked.got("x") is None
-    assert asked.list_of("x") == [], "it would ask again and again"
+def test_an_awaiter_that_came_too_late_for_its_item_stays_registered_without_a_notification(
+    on_request: ReleaseQueue,
+) -> None:
+    on_request.ask("x")
+    on_request.enqueue("a")
+    assert on_request.list_of("x") == [""]
+    assert on_request.got("faster") == "a"
+    assert on_request.got("x") is None
+    assert on_request.list_of("x") == [], "it would request again and again"
 
 
-def test_whoever_asks_and_finds_that_a_lease_has_lapsed_rings_who_awaits_the_item(asked: ReleaseQueue) -> None:
-    asked.enqueue("a")
-    asked.ask("dead")
-    asked.ask("y", "a")
-    asked.make_due("leases", "a")
-    asked.ask("z", "another")
-    assert asked.list_of("y") == [""]
+def test_a_request_that_finds_a_lapsed_lease_notifies_an_awaiter_of_the_item(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a")
+    on_request.ask("dead")
+    on_request.ask("y", "a")
+    on_request.make_due("leases", "a")
+    on_request.ask("z", "another")
+    assert on_request.list_of("y") == [""]
 
 
-def test_who_leaves_after_it_was_rung_leaves_the_item_to_the_next_one_who_awaits_it(asked: ReleaseQueue) -> None:
-    asked.ask("x", "a"), asked.ask("y", "a")
-    asked.enqueue("a")
-    assert [asked.list_of(name) for name in "xy"] == [[""], []]
-    asked.leases.leave("x")
-    assert asked.list_of("y") == [""]
+def test_when_a_notified_awaiter_leaves_the_next_one_is_notified(on_request: ReleaseQueue) -> None:
+    on_request.ask("x", "a"), on_request.ask("y", "a")
+    on_request.enqueue("a")
+    assert [on_request.list_of(name) for name in "xy"] == [[""], []]
+    on_request.leases.leave("x")
+    assert on_request.list_of("y") == [""]
 
 
-def test_who_leaves_does_not_give_back_what_another_has(queue: ReleaseQueue) -> None:
-    """The queue was deleted and made again, and the item enqueued again."""
+def test_an_awaiter_that_leaves_does_not_return_an_item_of_another(queue: ReleaseQueue) -> None:
+    """The queue was deleted and created again, and the item enqueued again."""
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
@@ -164,19 +166,19 @@ def test_who_leaves_does_not_give_back_what_another_has(queue: ReleaseQueue) -> 
     assert queue.redis.zscore(queue.key("leases"), "a") is not None
 
 
-@pytest.mark.parametrize("what", ["holding", "rung"])
-def test_who_leaves_leaves_no_list_behind(asked: ReleaseQueue, what: str) -> None:
+@pytest.mark.parametrize("what", ["holding", "notified"])
+def test_an_awaiter_that_leaves_leaves_no_list_behind(on_request: ReleaseQueue, what: str) -> None:
     if what == "holding":
-        asked.enqueue("a")
-    asked.ask("x")
-    if what == "rung":
-        asked.enqueue("a")
-    assert len(asked.list_of("x")) == 1
-    asked.leases.leave("x")
-    assert asked.redis.exists(asked.key("awaiter:x")) == 0
+        on_request.enqueue("a")
+    on_request.ask("x")
+    if what == "notified":
+        on_request.enqueue("a")
+    assert len(on_request.list_of("x")) == 1
+    on_request.leases.leave("x")
+    assert on_request.redis.exists(on_request.key("awaiter:x")) == 0
 
 
-def test_who_renews_too_late_stands_behind_the_others(queue: ReleaseQueue) -> None:
+def test_an_awaiter_that_renews_too_late_goes_to_the_back(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("late"), queue.ask("y")
     queue.let_expire("late")
@@ -185,7 +187,7 @@ def test_who_renews_too_late_stands_behind_the_others(queue: ReleaseQueue) -> No
     assert queue.state().active == {"a": "y"}
 
 
-def test_who_awaits_another_item_now_stands_in_one_line_and_behind_the_others(queue: ReleaseQueue) -> None:
+def test_an_awaiter_that_switches_items_is_registered_once_and_goes_to_the_back(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.ask("x", "b"), queue.ask("y"), queue.ask("x")
     assert queue.redis.zcard(queue.key("awaiting")) == 2
@@ -193,7 +195,7 @@ def test_who_awaits_another_item_now_stands_in_one_line_and_behind_the_others(qu
     assert queue.state().active == {"a": "y", "b": "x"}
 
 
-def test_who_stands_in_a_line_by_mistake_is_taken_out_of_it_and_keeps_its_own_place(queue: ReleaseQueue) -> None:
+def test_a_wrong_registration_is_removed_and_the_awaiter_keeps_its_own_place(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.ask("x", "b")
     queue.redis.zadd(queue.key("awaiting"), {"a 1 x": 0, "a 2 nobody": 0})
@@ -203,13 +205,13 @@ def test_who_stands_in_a_line_by_mistake_is_taken_out_of_it_and_keeps_its_own_pl
     assert queue.state().active == {"b": "x"}
 
 
-def test_hints_that_were_taken_are_not_counted_any_more(queue: ReleaseQueue) -> None:
+def test_taken_hints_are_no_longer_counted(queue: ReleaseQueue) -> None:
     queue.enqueue("a", priority=7)
-    assert queue.pending() == [""], "a token wakes who blocks"
+    assert queue.pending() == [""], "a token wakes a blocked worker"
     queue.ask("x")
     assert queue.attempt().leased
     assert queue.hash("counts")["other_hints"] == "0"
-    assert queue.inspector.counts().dropped == 0, "a token is no item"
+    assert queue.inspector.counts().dropped == 0, "a token is not an item"
 
 
 def test_an_item_whose_record_is_gone_is_dropped_and_counted(queue: ReleaseQueue) -> None:
@@ -222,7 +224,7 @@ def test_an_item_whose_record_is_gone_is_dropped_and_counted(queue: ReleaseQueue
     assert queue.journal_events()[-2:] == [("dropped", "a"), ("claimed", "b")]
 
 
-def test_a_hint_too_many_does_not_hand_an_item_to_two(queue: ReleaseQueue) -> None:
+def test_a_duplicate_hint_does_not_lease_an_item_twice(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.ask("x"), queue.ask("y")
     queue.attempt()
@@ -231,24 +233,24 @@ def test_a_hint_too_many_does_not_hand_an_item_to_two(queue: ReleaseQueue) -> No
     assert queue.state().active == {"a": "x", "b": "y"}
 
 
-def test_a_clerk_hears_that_its_awaiter_is_rung(asked: ReleaseQueue) -> None:
-    heard = asked.redis.pubsub(ignore_subscribe_messages=True)
-    heard.subscribe(asked.channel("handed:clerk1"))
-    heard.get_message(timeout=1)
-    asked.ask("x", via="clerk1")
-    asked.enqueue("a")
-    message = heard.get_message(timeout=5)
-    heard.close()
+def test_the_clerk_receives_the_notification_of_its_awaiter(on_request: ReleaseQueue) -> None:
+    subscriber = on_request.redis.pubsub(ignore_subscribe_messages=True)
+    subscriber.subscribe(on_request.channel("handed:clerk1"))
+    subscriber.get_message(timeout=1)
+    on_request.ask("x", via="clerk1")
+    on_request.enqueue("a")
+    message = subscriber.get_message(timeout=5)
+    subscriber.close()
     assert message is not None
     assert message["data"] == b"x"
-    assert asked.list_of("x") == [], "nobody reads it"
+    assert on_request.list_of("x") == [], "a list that nobody reads"
 
 
-def test_a_dead_awaiter_does_not_hold_up_a_resume(asked: ReleaseQueue) -> None:
-    asked.enqueue("a")
-    asked.registry.pause("q", paused=True)
-    asked.ask("dead"), asked.ask("y")
-    asked.let_expire("dead")
-    asked.registry.pause("q", paused=False)
-    assert asked.list_of("y") == [""]
-    assert asked.list_of("dead") == []
+def test_a_dead_awaiter_does_not_block_the_others_on_resume(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a")
+    on_request.registry.pause("q", paused=True)
+    on_request.ask("dead"), on_request.ask("y")
+    on_request.let_expire("dead")
+    on_request.registry.pause("q", paused=False)
+    assert on_request.list_of("y") == [""]
+    assert on_request.list_of("dead") == []

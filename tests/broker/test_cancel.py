@@ -1,4 +1,4 @@
-"""cancel and remove: in O(1), and without leaving anything behind that could hide a later job."""
+"""cancel and remove are O(1) and leave nothing behind that could hide a later job."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from tests.support.drive.one_queue import OneQueue, State
 
 @pytest.mark.spec("N8")
 @pytest.mark.parametrize("verb", ["cancel", "remove"])
-def test_a_waiting_job_is_taken_away(queue: OneQueue, verb: str) -> None:
+def test_a_waiting_job_is_removed(queue: OneQueue, verb: str) -> None:
     queue.enqueue("a", "b", "c")
     assert getattr(queue.producer, verb)("b") is True
     assert queue.state() == State(jobs={"a", "c"}, waiting={5: ["a", "b", "c"]}, stale={"5:b": 1})
@@ -19,14 +19,14 @@ def test_a_waiting_job_is_taken_away(queue: OneQueue, verb: str) -> None:
 
 @pytest.mark.spec("N8")
 @pytest.mark.parametrize("verb", ["cancel", "remove"])
-def test_an_unknown_job_is_not_there_to_be_taken(queue: OneQueue, verb: str) -> None:
+def test_an_unknown_job_is_reported_as_missing(queue: OneQueue, verb: str) -> None:
     assert getattr(queue.producer, verb)("a") is False
     queue.registry.delete(queue.name, force=True)
     with pytest.raises(UnknownQueue):
         getattr(queue.producer, verb)("a")
 
 
-def test_a_job_enqueued_again_takes_its_new_place(queue: OneQueue) -> None:
+def test_a_job_enqueued_again_goes_to_its_new_place(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     queue.producer.cancel("a")
     queue.enqueue("a")
@@ -34,7 +34,7 @@ def test_a_job_enqueued_again_takes_its_new_place(queue: OneQueue) -> None:
     assert queue.state().stale == {}
 
 
-def test_a_job_may_come_back_with_another_priority(queue: OneQueue) -> None:
+def test_a_job_may_be_enqueued_again_with_another_priority(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     queue.producer.cancel("a")
     queue.enqueue("a", priority=9)
@@ -42,7 +42,7 @@ def test_a_job_may_come_back_with_another_priority(queue: OneQueue) -> None:
     assert queue.state().stale == {}
 
 
-def test_coming_and_cancelling_leaves_nothing_behind(queue: OneQueue) -> None:
+def test_enqueueing_and_cancelling_leaves_nothing_behind(queue: OneQueue) -> None:
     for priority in (5, 3):
         for _ in range(20):
             queue.enqueue("a", "b", "c", priority=priority)
@@ -52,7 +52,7 @@ def test_coming_and_cancelling_leaves_nothing_behind(queue: OneQueue) -> None:
     assert queue.hash("counts")["other_hints"] == "0"
 
 
-def test_cancelling_behind_a_waiting_job_leaves_only_that(queue: OneQueue) -> None:
+def test_cancelling_behind_a_waiting_job_leaves_only_that_job(queue: OneQueue) -> None:
     queue.enqueue("z")
     for _ in range(20):
         queue.enqueue("a", "b")
@@ -71,7 +71,7 @@ def test_cancel_leaves_a_running_job_alone(queue: OneQueue) -> None:
 
 
 @pytest.mark.parametrize("end", ["done", "failed", "crash", "hand back"])
-def test_a_removed_running_job_is_gone_when_it_ends(queue: OneQueue, end: str) -> None:
+def test_a_removed_running_job_disappears_when_it_ends(queue: OneQueue, end: str) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)
@@ -99,7 +99,7 @@ def test_a_stale_count_never_outlives_its_hint_in_a_processing_list(queue: OneQu
     assert queue.worker("w2").turn(want=2) == ["b", "a"]
 
 
-def test_a_stale_hint_of_a_job_that_runs_from_another_list_uses_its_count_up(queue: OneQueue) -> None:
+def test_a_stale_hint_of_a_job_running_from_another_list_consumes_its_count(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     blocked, other = queue.worker("w1"), queue.worker("w2")
     blocked.block()
@@ -113,7 +113,7 @@ def test_a_stale_hint_of_a_job_that_runs_from_another_list_uses_its_count_up(que
     assert other.turn(want=2) == ["b", "a"]
 
 
-def test_a_hint_under_way_stands_for_the_job_that_came_back(queue: OneQueue) -> None:
+def test_a_hint_in_flight_counts_for_the_job_enqueued_again(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     blocked, other = queue.worker("w1"), queue.worker("w2")
     blocked.block()

@@ -1,4 +1,4 @@
-"""From Python, with nothing but Redis: pause, drain, delete, many dead jobs, many tokens."""
+"""The Python client without a supervisor: pause, drain, delete, bulk calls for dead jobs, tokens."""
 
 import threading
 from collections.abc import Iterator
@@ -35,7 +35,7 @@ def q(client: Client) -> Queue:
 
 
 def die(queue: OneQueue, *ids: str, worker: HandWorker | None = None) -> None:
-    """Each of these ids dies once more."""
+    """Makes each of these jobs dead once more."""
     queue.enqueue(*ids)
     worker = worker or queue.worker()
     for job_id in ids:
@@ -47,7 +47,7 @@ def refused(changed: DeadChanged) -> dict[str, type[ForqError]]:
     return {name: type(error) for name, error in changed.refused.items()}
 
 
-def test_a_paused_queue_begins_no_job_until_it_is_resumed(queue: OneQueue, q: Queue) -> None:
+def test_a_paused_queue_starts_no_job_until_it_is_resumed(queue: OneQueue, q: Queue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     for _ in range(2):
@@ -60,7 +60,7 @@ def test_a_paused_queue_begins_no_job_until_it_is_resumed(queue: OneQueue, q: Qu
     assert worker.turn(want=1) == ["a"]
 
 
-def test_pause_holds_for_the_fail_queue_too(redis_url: str, client: Client) -> None:
+def test_pause_applies_to_the_fail_queue_too(redis_url: str, client: Client) -> None:
     with one_queue(redis_url, "with-fails") as queue:
         queue.registry.create("with-fails", "work", 100, {}, {"fail_handler": 1}, fail_options={})
         die(queue, "a")
@@ -71,12 +71,12 @@ def test_pause_holds_for_the_fail_queue_too(redis_url: str, client: Client) -> N
 
 
 @pytest.mark.parametrize("call", ["pause", "resume", "drain"])
-def test_a_queue_that_is_not_there_is_said(client: Client, call: str) -> None:
+def test_an_unknown_queue_is_an_error(client: Client, call: str) -> None:
     with pytest.raises(UnknownQueue):
         getattr(client.queue("nowhere"), call)()
 
 
-def test_drain_returns_when_nothing_waits_or_runs(queue: OneQueue, q: Queue) -> None:
+def test_drain_returns_when_no_job_waits_or_runs(queue: OneQueue, q: Queue) -> None:
     q.drain()
     queue.enqueue("a")
     q.enqueue(1, id="later", run_in=3600)
@@ -96,7 +96,7 @@ def test_drain_returns_when_nothing_waits_or_runs(queue: OneQueue, q: Queue) -> 
     assert drained.is_set()
 
 
-def test_drain_that_takes_too_long_says_what_is_left_and_what_holds_it_up(queue: OneQueue, q: Queue) -> None:
+def test_a_drain_timeout_reports_what_is_left_and_why(queue: OneQueue, q: Queue) -> None:
     queue.enqueue("a", "b")
     with pytest.raises(
         WaitTimeout, match=r"^queue 'q' is not drained yet: 2 waiting, 0 active; no supervisor serves it$"
@@ -125,9 +125,7 @@ def test_an_empty_queue_is_deleted_and_its_name_is_free_at_once(redis_url: str, 
         client.create_queue("empty").enqueue(1)
 
 
-def test_a_queue_with_jobs_is_deleted_by_force_and_its_jobs_are_left_to_a_supervisor(
-    redis_url: str, client: Client
-) -> None:
+def test_force_deletes_a_queue_with_jobs_and_leaves_them_to_a_supervisor(redis_url: str, client: Client) -> None:
     with one_queue(redis_url, "full") as queue:
         queue.enqueue("a", "b")
         with pytest.raises(QueueNotEmpty):
@@ -138,7 +136,7 @@ def test_a_queue_with_jobs_is_deleted_by_force_and_its_jobs_are_left_to_a_superv
             client.queue("full").enqueue(1)
         with pytest.raises(BeingDeleted):
             client.create_queue("full")
-        # What the supervisor's clerk does with it.
+        # The supervisor's clerk does the same.
         written: list[object] = []
         while queue.registry.repair("full", lambda jobs: written.extend(job["id"] for job in jobs)):
             pass
@@ -146,7 +144,7 @@ def test_a_queue_with_jobs_is_deleted_by_force_and_its_jobs_are_left_to_a_superv
         client.create_queue("full")
 
 
-def test_many_dead_jobs_are_retried_and_the_others_are_told_with_the_reason(queue: OneQueue, q: Queue) -> None:
+def test_bulk_retry_returns_retried_jobs_and_the_reason_for_each_refused_one(queue: OneQueue, q: Queue) -> None:
     die(queue, *"abcd")
     queue.enqueue("c")
     died = {job["id"]: f"{job['id']}@{job['fence']}" for job in q.dead().jobs}
@@ -156,10 +154,10 @@ def test_many_dead_jobs_are_retried_and_the_others_are_told_with_the_reason(queu
     assert sorted(job["id"] for job in q.jobs("waiting").jobs) == ["a", "b", "c"]
     again = q.retry_dead(iter([died["b"], "a"]))
     assert (again.done, refused(again)) == (0, {died["b"]: UnknownJob, "a": UnknownJob})
-    assert q.retry_dead("d") == died["d"], "one id is answered as before"
+    assert q.retry_dead("d") == died["d"], "a single id returns the full name"
 
 
-def test_of_several_deaths_of_an_id_the_newest_is_meant(queue: OneQueue, q: Queue) -> None:
+def test_an_id_with_several_deaths_means_the_newest(queue: OneQueue, q: Queue) -> None:
     worker = queue.worker()
     die(queue, "a", worker=worker)
     die(queue, "a", worker=worker)
@@ -180,7 +178,7 @@ def test_all_dead_jobs_are_retried_or_discarded(queue: OneQueue, q: Queue) -> No
     assert q.retry_dead(all=True) == DeadChanged(0, {})
 
 
-def test_a_full_queue_refuses_what_it_has_no_room_for(queue: OneQueue, q: Queue) -> None:
+def test_a_full_queue_refuses_dead_jobs_beyond_its_limit(queue: OneQueue, q: Queue) -> None:
     die(queue, *"abc")
     queue.set_options(max_items=2)
     changed = q.retry_dead(["c", "b", "a"])
@@ -188,7 +186,7 @@ def test_a_full_queue_refuses_what_it_has_no_room_for(queue: OneQueue, q: Queue)
     assert refused(q.retry_dead(all=True)).popitem()[1] is QueueFull
 
 
-def test_dead_jobs_have_to_be_named_in_one_way(queue: OneQueue, q: Queue) -> None:
+def test_dead_jobs_are_given_either_by_ids_or_by_all(queue: OneQueue, q: Queue) -> None:
     with pytest.raises(UsageError, match="pass an id, several ids, or all=True"):
         q.retry_dead()  # type: ignore[call-overload]
     with pytest.raises(UsageError, match="pass an id, several ids, or all=True"):
@@ -208,7 +206,7 @@ def test_a_bulk_enqueue_with_tokens_may_be_repeated(queue: OneQueue, q: Queue) -
     assert q.status()["waiting"] == 1201
 
 
-def test_after_a_bulk_enqueue_that_ended_half_way_the_same_call_stores_the_rest(queue: OneQueue, q: Queue) -> None:
+def test_repeating_an_interrupted_bulk_enqueue_stores_the_rest(queue: OneQueue, q: Queue) -> None:
     tokens = [f"row-{number}" for number in range(700)]
     queue.set_options(max_items=600)
     with pytest.raises(PartlyStored) as caught:
@@ -219,7 +217,7 @@ def test_after_a_bulk_enqueue_that_ended_half_way_the_same_call_stores_the_rest(
     assert (len(set(ids)), q.status()["waiting"]) == (700, 700)
 
 
-def test_each_job_needs_a_token_of_its_own(queue: OneQueue, q: Queue) -> None:
+def test_each_job_needs_its_own_token(queue: OneQueue, q: Queue) -> None:
     with pytest.raises(UsageError, match="2 jobs and 1 tokens"):
         q.enqueue_many([1, 2], tokens=["a"])
     with pytest.raises(UsageError, match="fewer tokens than jobs"):

@@ -1,4 +1,4 @@
-"""Every kind of address: unix socket, TCP, password, database number; and connections that break."""
+"""Connections by unix socket, TCP, password and database number, and broken connections."""
 
 import os
 import socket
@@ -39,7 +39,7 @@ def test_a_password_is_sent_and_never_shown(server: Server, redis_url: str) -> N
         redis.execute_command("ACL", "DELUSER", "someone")
 
 
-def test_a_lost_answer_is_reported_and_never_repeated(server: Server, redis_url: str) -> None:
+def test_a_call_with_a_lost_reply_is_reported_and_never_repeated(server: Server, redis_url: str) -> None:
     with Proxy(server.socket) as proxy:
         proxy.drop_reply(text=b"+PONG")
         link = Link(proxy.url)
@@ -50,7 +50,7 @@ def test_a_lost_answer_is_reported_and_never_repeated(server: Server, redis_url:
 
 
 @pytest.mark.one_server
-def test_a_server_that_restarted_is_noticed_before_anything_is_sent(server: Server, redis_url: str) -> None:
+def test_a_restarted_server_is_detected_before_anything_is_sent(server: Server, redis_url: str) -> None:
     link = Link(redis_url)
     link.call("PING")
     server.restart()
@@ -58,7 +58,7 @@ def test_a_server_that_restarted_is_noticed_before_anything_is_sent(server: Serv
     assert link.call("SET", "a", "1") in (b"OK", "OK")
 
 
-def test_no_server_is_said_with_its_address(tmp_path: Path) -> None:
+def test_an_unreachable_server_is_reported_with_its_address(tmp_path: Path) -> None:
     with pytest.raises(RedisUnavailable, match=f"unix://{tmp_path}/none"):
         Link(f"unix://{tmp_path}/none").call("PING")
 
@@ -90,7 +90,7 @@ def test_a_call_that_takes_too_long_has_an_unknown_outcome(server: Server) -> No
         link.call("BLPOP", "nothing", 0.5)
 
 
-def test_a_script_is_run_for_several_queues_at_once_also_if_the_server_has_forgotten_it(server: Server) -> None:
+def test_a_script_runs_for_several_queues_at_once_even_if_the_server_has_forgotten_it(server: Server) -> None:
     link = Link(server.url)
     with server.connect() as client:
         client.function_flush()
@@ -126,7 +126,7 @@ def test_where_functions_are_refused_the_library_runs_through_eval(tmp_path: Pat
             queue.registry.pause(queue.name, paused=True)
             assert counts_of(queue.link, DEFAULT_PREFIX, [queue.name])[queue.name] == queue.inspector.counts()
             queue.enqueue("c")
-            # What is sent along with a BLMOVE is not repeated: the next turn is an ordinary one.
+            # A turn sent along with a BLMOVE is not repeated; the next turn is an ordinary one.
             assert worker.consumer.wait_for_turn(worker.number + 1, 1) is None
             assert queue.registry.delete(queue.name, force=True) == 2
             assert queue.link.library_reloads() == 0
@@ -134,7 +134,7 @@ def test_where_functions_are_refused_the_library_runs_through_eval(tmp_path: Pat
         server.remove()
 
 
-def test_functions_are_used_again_as_soon_as_a_server_takes_them() -> None:
+def test_functions_are_used_again_as_soon_as_a_server_accepts_them() -> None:
     server = Server()
     server.start()
     try:
@@ -153,7 +153,7 @@ def test_functions_are_used_again_as_soon_as_a_server_takes_them() -> None:
         server.remove()
 
 
-def test_a_connection_over_tcp_notices_that_the_other_machine_is_gone(server: Server) -> None:
+def test_a_tcp_connection_detects_that_the_other_machine_is_gone(server: Server) -> None:
     with Proxy(server.socket) as proxy:
         connection = Connection(proxy.url, name="test", connect_timeout_seconds=5, timeout_seconds=5)
         given = {option: connection.socket.getsockopt(socket.IPPROTO_TCP, option) for option in KEEPALIVE}

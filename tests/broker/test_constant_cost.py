@@ -1,4 +1,4 @@
-"""Enqueue and claim cost the same however many jobs wait: measured in the server's own time, not ours."""
+"""Enqueue and claim cost the same for any number of waiting jobs, measured in server time."""
 
 import pytest
 
@@ -6,8 +6,7 @@ from forq.broker.enqueue import new_job
 from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
 
 FEW, MANY = 10, 200_000
-# A round is shorter than the time that the kernel lets a process run, so that some rounds are undisturbed
-# although other tests want the processor too.
+# A round is shorter than a scheduler time slice, so some rounds run undisturbed while other tests use the CPU.
 ROUNDS, CALLS = 60, 10
 
 
@@ -20,7 +19,7 @@ def fill(queue: OneQueue, number: int) -> None:
 
 
 def run_round(queue: OneQueue, worker: HandWorker, start: int) -> tuple[float, set[str]]:
-    """Microseconds per call of enqueue and turn, and the commands that were used."""
+    """Returns microseconds per call of enqueue and turn, and the commands used."""
     queue.redis.config_resetstat()
     for number in range(start, start + CALLS):
         queue.enqueue(f"j{number}")
@@ -38,7 +37,7 @@ def test_enqueue_and_claim_cost_the_same_with_10_and_with_200000_waiting(redis_u
         fill(long, MANY)
         assert long.inspector.counts().waiting >= MANY
         workers = [(short, short.worker()), (long, long.worker())]
-        # In turn: whatever else the machine does at the time, it does to both.
+        # Alternating, so that other load on the machine affects both.
         rounds = [[run_round(*each, start) for each in workers] for start in range(0, ROUNDS * CALLS, CALLS)]
     assert all(used_with_few == used_with_many for (_, used_with_few), (_, used_with_many) in rounds[1:])
     few, many = (min(costs) for costs in zip(*([cost for cost, _ in pair] for pair in rounds), strict=True))

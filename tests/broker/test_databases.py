@@ -1,4 +1,4 @@
-"""Queues of one name in two databases of a server: what one publishes is not heard in the other."""
+"""Queues with the same name in two databases: messages of one are not received in the other."""
 
 import select
 from collections.abc import Iterator
@@ -39,14 +39,14 @@ def in_other(url: str) -> str:
 
 @pytest.fixture
 def two(redis_url: str) -> Iterator[tuple[OneQueue, OneQueue]]:
-    """The queue q in database 0 and in another one."""
+    """Queue q in database 0 and in another database."""
     other_url = in_other(redis_url)
     with one_queue(redis_url, keep_done_ms=HOUR_MS) as here, one_queue(other_url, keep_done_ms=HOUR_MS) as there:
         yield here, there
 
 
 class Subscriptions:
-    """What is published on the channels of some patterns."""
+    """Receives messages on channels that match some patterns."""
 
     def __init__(self, url: str, patterns: list[str]) -> None:
         self._subscription = [Subscription(url, pattern, name="subscription") for pattern in patterns]
@@ -54,14 +54,14 @@ class Subscriptions:
             subscription.connect()
 
     def receive(self, number: int) -> list[tuple[str, str]]:
-        """The next messages, and the channel of each."""
-        heard: list[tuple[str, str]] = []
-        while len(heard) < number:
+        """Returns the next messages as (channel, message)."""
+        received: list[tuple[str, str]] = []
+        while len(received) < number:
             readable, _, _ = select.select(self._subscription, [], [], 10)
-            assert readable, f"only {heard} were heard"
+            assert readable, f"received only {received}"
             for subscription in readable:
-                heard += subscription.receive()
-        return heard
+                received += subscription.receive()
+        return received
 
     def close(self) -> None:
         for subscription in self._subscription:
@@ -82,7 +82,7 @@ def test_a_wait_is_not_ended_by_the_same_id_in_another_database(two: tuple[OneQu
     run_next(there, workers[1], "there")
     here.redis.publish(f"{here.base}@0:over", "")
     assert [channel for channel, _ in subscription.receive(1)] == [f"{here.base}@0:over"], (
-        "nothing of the other is heard here"
+        "messages of the other database are not received here"
     )
     assert waits[0].waits
     run_next(here, workers[0], "here")
@@ -91,7 +91,7 @@ def test_a_wait_is_not_ended_by_the_same_id_in_another_database(two: tuple[OneQu
 
 
 @pytest.mark.parametrize("where", [0, OTHER])
-def test_every_message_has_the_number_of_its_database(redis_url: str, where: int) -> None:
+def test_every_channel_name_has_its_database_number(redis_url: str, where: int) -> None:
     url = redis_url if where == 0 else in_other(redis_url)
     patterns = [due_channels, progress_channels, outbox_channels]
     subscription = Subscriptions(url, [pattern(DEFAULT_PREFIX, where) for pattern in patterns])
@@ -106,12 +106,12 @@ def test_every_message_has_the_number_of_its_database(redis_url: str, where: int
         names = {channel.rpartition("}")[2] for channel, _ in subscription.receive(4)}
         assert names == {f"@{where}:{name}" for name in ("due", "progress", "outbox")}
         queue.redis.publish(f"{queue.base}@{OTHER - where}:due", "1")
-        assert [message for _, message in others.receive(1)] == ["1"], "and nothing before it"
+        assert [message for _, message in others.receive(1)] == ["1"], "nothing was published before it"
     subscription.close()
     others.close()
 
 
-def test_an_awaiter_is_rung_in_its_own_database(redis_url: str) -> None:
+def test_an_awaiter_is_notified_in_its_own_database(redis_url: str) -> None:
     url = in_other(redis_url)
     subscription = Subscriptions(url, [handed_channels(DEFAULT_PREFIX, OTHER, "clerk")])
     with gate(url, "on_request") as queue:
@@ -121,7 +121,7 @@ def test_an_awaiter_is_rung_in_its_own_database(redis_url: str) -> None:
     subscription.close()
 
 
-def test_a_new_queue_is_told_in_its_own_database(redis_url: str) -> None:
+def test_a_new_queue_is_published_in_its_own_database(redis_url: str) -> None:
     url = in_other(redis_url)
     subscription = Subscriptions(url, [due_channels(DEFAULT_PREFIX, OTHER)])
     with gate(url, "on_request") as queue:
@@ -129,7 +129,7 @@ def test_a_new_queue_is_told_in_its_own_database(redis_url: str) -> None:
     subscription.close()
 
 
-def test_a_queue_that_was_moved_to_another_database_tells_so_once_it_is_joined(redis_url: str) -> None:
+def test_a_queue_moved_to_another_database_publishes_there_once_it_is_joined(redis_url: str) -> None:
     with one_queue(redis_url) as queue:
         assert queue.hash("options")["db"] == "0"
         queue.set_options(db=7)
@@ -146,7 +146,7 @@ def test_a_queue_that_was_moved_to_another_database_tells_so_once_it_is_joined(r
         outbox_subscription.close()
 
 
-def test_the_database_of_a_url_and_the_queue_of_a_channel() -> None:
+def test_the_database_is_read_from_a_url_and_the_queue_from_a_channel() -> None:
     urls = {
         "redis://host": 0,
         "redis://host/4": 4,

@@ -37,7 +37,7 @@ def test_a_dead_job_is_read_with_and_without_attempts() -> None:
     assert read_dead(record + b"\nnot json") == (record, "not json", [])
 
 
-def test_a_page_has_the_newest_first_and_the_next_one_goes_on(queue: OneQueue) -> None:
+def test_pages_list_the_newest_first_and_continue_where_the_last_ended(queue: OneQueue) -> None:
     for number in range(5):
         bury(queue, f"j{number}@{number}", pack(identifier=f"name {number}"), died_ms=1000 + number)
     dead = dead_of(queue)
@@ -61,7 +61,7 @@ def test_a_page_has_the_newest_first_and_the_next_one_goes_on(queue: OneQueue) -
         dead.page(after="7")
 
 
-def test_show_has_everything(queue: OneQueue) -> None:
+def test_show_returns_every_field(queue: OneQueue) -> None:
     bury(queue, "a@7", pack(data={"x": [1]}, priority=2))
     assert dead_of(queue).show("a") == {
         "id": "a",
@@ -81,7 +81,7 @@ def test_show_has_everything(queue: OneQueue) -> None:
     }
 
 
-def test_an_id_means_its_newest_death_and_id_at_fence_exactly_one(queue: OneQueue) -> None:
+def test_an_id_means_its_newest_death_and_id_at_fence_a_specific_one(queue: OneQueue) -> None:
     for member in ("a@9", "a@10", "a@b@11", "aa@12", "*@13"):
         bury(queue, member)
     dead = dead_of(queue)
@@ -100,7 +100,7 @@ def test_an_id_means_its_newest_death_and_id_at_fence_exactly_one(queue: OneQueu
 @pytest.mark.spec("M13")
 @pytest.mark.parametrize("attempts", [None, ATTEMPTS])
 @pytest.mark.parametrize("data", [{"a": ["\n{", "["]}, [], None, "x"])
-def test_revive_makes_the_job_wait_with_counts_reset(queue: OneQueue, attempts: Any, data: Any) -> None:
+def test_revive_makes_the_job_waiting_with_counts_reset(queue: OneQueue, attempts: Any, data: Any) -> None:
     queue.enqueue("first", priority=2)
     bury(queue, "a@7", pack(priority=2, data=data, identifier="Ann", attempts=attempts))
     assert dead_of(queue).retry("a") == "a@7"
@@ -135,7 +135,7 @@ def test_revive_is_refused_while_a_live_job_has_the_id(queue: OneQueue) -> None:
     assert (queue.state(), queue.events()) == before
 
 
-def test_revive_is_refused_by_a_full_queue_and_for_a_broken_record(redis_url: str) -> None:
+def test_revive_is_refused_by_a_full_queue_and_for_an_invalid_record(redis_url: str) -> None:
     with one_queue(redis_url, max_items=1) as queue:
         bury(queue, "a@7")
         bury(queue, "bad@8", b"rubbish")
@@ -163,7 +163,7 @@ def test_discard_leaves_nothing_but_the_event(queue: OneQueue) -> None:
         dead_of(queue).discard("a")
 
 
-def test_retrying_all_goes_in_chunks_past_what_is_refused_and_spares_later_deaths(queue: OneQueue) -> None:
+def test_retrying_all_works_in_chunks_skips_refused_jobs_and_leaves_later_deaths(queue: OneQueue) -> None:
     for number in range(CHUNK + 20):
         bury(queue, f"j{number}@{number}", died_ms=number)
     bury(queue, "bad@500", b"rubbish", died_ms=0)
@@ -187,7 +187,7 @@ def test_discarding_all_leaves_none(queue: OneQueue) -> None:
     assert not queue.redis.exists(queue.key("dead"), queue.key("dead:jobs"))
 
 
-def test_large_records_are_moved_in_smaller_steps(queue: OneQueue) -> None:
+def test_large_records_are_moved_in_smaller_chunks(queue: OneQueue) -> None:
     for number in range(8):
         bury(queue, f"j{number}@{number}", pack(data="x" * 1_000_000), died_ms=number)
     first = dead_of(queue).retry_some()
@@ -195,7 +195,7 @@ def test_large_records_are_moved_in_smaller_steps(queue: OneQueue) -> None:
     assert dead_of(queue).retry_some(first.next).done == 8 - first.done
 
 
-def test_a_name_without_a_record_does_not_hold_up_the_walk(queue: OneQueue) -> None:
+def test_a_dead_entry_without_a_record_does_not_stop_the_iteration(queue: OneQueue) -> None:
     queue.redis.zadd(queue.key("dead"), {"ghost@1": 1})
     bury(queue, "a@2", died_ms=2)
     chunk = dead_of(queue).retry_some()

@@ -1,4 +1,4 @@
-"""Calls that reach a queue after it was deleted make nothing, whoever sent them."""
+"""Calls that reach a queue after it was deleted create no keys."""
 
 import pytest
 
@@ -17,7 +17,7 @@ from tests.support.drive.one_queue import OneQueue
         ("revive", ("a@1",)),
     ],
 )
-def test_the_script_answers_that_there_is_no_queue(queue: OneQueue, verb: str, arguments: tuple[object, ...]) -> None:
+def test_the_script_reports_an_unknown_queue(queue: OneQueue, verb: str, arguments: tuple[object, ...]) -> None:
     queue.registry.delete(queue.name, force=True)
     queue.redis.rpush(queue.key("outbox"), "line")
     before = sorted(queue.redis.keys("*"))
@@ -25,7 +25,7 @@ def test_the_script_answers_that_there_is_no_queue(queue: OneQueue, verb: str, a
     assert sorted(queue.redis.keys("*")) == before
 
 
-def test_options_of_a_queue_that_is_gone_cannot_be_set(queue: OneQueue) -> None:
+def test_options_of_a_deleted_queue_cannot_be_set(queue: OneQueue) -> None:
     queue.registry.delete(queue.name, force=True)
     with pytest.raises(UnknownQueue):
         queue.registry.configure(queue.name, {"max_retries": 1}, {})

@@ -1,4 +1,4 @@
-"""await, ack and unawait of a queue of mode on_request; item_timeout."""
+"""await, ack and unawait in mode on_request; item_timeout."""
 
 from collections.abc import Iterator
 
@@ -18,7 +18,7 @@ def queue(redis_url: str) -> Iterator[ReleaseQueue]:
 
 
 @pytest.mark.spec("N21")
-def test_an_item_leaves_when_somebody_asks_in_the_order_of_the_line(queue: ReleaseQueue) -> None:
+def test_items_are_leased_on_request_in_queue_order(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.enqueue("c", priority=0)
     assert [queue.got(name) for name in "xyz"] == ["c", "a", "b"]
@@ -26,23 +26,23 @@ def test_an_item_leaves_when_somebody_asks_in_the_order_of_the_line(queue: Relea
 
 
 @pytest.mark.spec("N21")
-def test_one_item_can_be_asked_for_by_its_id(queue: ReleaseQueue) -> None:
+def test_an_item_can_be_requested_by_its_id(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b", "c")
     assert queue.got("x", "b") == "b"
-    assert queue.got("y", "b") is None, "somebody has it"
+    assert queue.got("y", "b") is None, "it is leased"
     assert [queue.got(name) for name in "zuv"] == ["a", "c", None]
     queue.ack("x", queue.ask("x", "b"))
     assert queue.state().jobs == {"a", "c"}
 
 
-def test_an_item_that_was_had_by_its_id_and_comes_again_is_the_last_in_line(queue: ReleaseQueue) -> None:
+def test_an_item_taken_by_its_id_and_enqueued_again_is_last(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b", "c")
     queue.ack("x", queue.ask("x", "b"))
     queue.enqueue("b")
     assert [queue.got(name) for name in "yzuv"] == ["a", "c", "b", None]
 
 
-def test_an_item_whose_time_has_not_come_cannot_be_had(queue: ReleaseQueue) -> None:
+def test_an_item_before_its_time_cannot_be_leased(queue: ReleaseQueue) -> None:
     queue.producer.enqueue([new_job(1, id="a", run_in=60)], Update())
     assert queue.got("x", "a") is None
     assert queue.got("y") is None
@@ -51,7 +51,7 @@ def test_an_item_whose_time_has_not_come_cannot_be_had(queue: ReleaseQueue) -> N
 
 
 @pytest.mark.spec("N23")
-def test_nothing_fails_because_nobody_asks(queue: ReleaseQueue) -> None:
+def test_items_do_not_fail_without_requests(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     for _ in range(50):
         queue.recovery().heartbeat("q", 15_000, [])
@@ -60,7 +60,7 @@ def test_nothing_fails_because_nobody_asks(queue: ReleaseQueue) -> None:
     assert queue.state().tokens == 0
 
 
-def test_who_waits_is_rung_when_an_item_comes_one_awaiter_per_item(queue: ReleaseQueue) -> None:
+def test_one_awaiter_is_notified_per_new_item(queue: ReleaseQueue) -> None:
     for name in ("x", "y", "z"):
         assert queue.got(name) is None
     queue.enqueue("a", "b")
@@ -70,7 +70,7 @@ def test_who_waits_is_rung_when_an_item_comes_one_awaiter_per_item(queue: Releas
     assert queue.got("z") is None
 
 
-def test_who_waits_for_this_item_is_rung_by_no_other(queue: ReleaseQueue) -> None:
+def test_an_awaiter_of_one_item_is_not_notified_of_others(queue: ReleaseQueue) -> None:
     queue.ask("x", "b")
     queue.enqueue("a")
     assert queue.list_of("x") == []
@@ -79,7 +79,7 @@ def test_who_waits_for_this_item_is_rung_by_no_other(queue: ReleaseQueue) -> Non
     assert queue.got("x", "b") == "b"
 
 
-def test_whoever_was_rung_too_late_keeps_its_place(queue: ReleaseQueue) -> None:
+def test_an_awaiter_notified_too_late_keeps_its_place(queue: ReleaseQueue) -> None:
     queue.ask("x"), queue.ask("y")
     queue.enqueue("a")
     assert queue.got("faster") == "a"
@@ -89,7 +89,7 @@ def test_whoever_was_rung_too_late_keeps_its_place(queue: ReleaseQueue) -> None:
     assert queue.list_of("y") == []
 
 
-def test_as_long_as_anything_waits_each_call_rings_one_more(queue: ReleaseQueue) -> None:
+def test_each_call_notifies_one_more_awaiter_while_items_wait(queue: ReleaseQueue) -> None:
     queue.ask("dies"), queue.ask("y")
     queue.enqueue("a")
     assert queue.list_of("dies") == [""]
@@ -99,7 +99,7 @@ def test_as_long_as_anything_waits_each_call_rings_one_more(queue: ReleaseQueue)
 
 
 @pytest.mark.parametrize("what", ["lapsed", "left", "promoted", "unblocked", "revived", "resumed"])
-def test_whatever_makes_an_item_ready_rings_who_awaits_it(queue: ReleaseQueue, what: str) -> None:
+def test_every_way_to_make_an_item_ready_notifies_its_awaiter(queue: ReleaseQueue, what: str) -> None:
     queue.enqueue("a")
     lease = queue.ask("x", "a")
     if what == "promoted":
@@ -135,7 +135,7 @@ def test_whatever_makes_an_item_ready_rings_who_awaits_it(queue: ReleaseQueue, w
     assert queue.got("y", "a") == "a"
 
 
-def test_a_paused_queue_hands_nothing_out(queue: ReleaseQueue) -> None:
+def test_a_paused_queue_leases_nothing(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.registry.pause("q", paused=True)
     assert queue.got("x") is None
@@ -144,7 +144,7 @@ def test_a_paused_queue_hands_nothing_out(queue: ReleaseQueue) -> None:
     assert queue.got("x") == "a"
 
 
-def test_a_lease_of_ones_own_holds_for_that_item(queue: ReleaseQueue) -> None:
+def test_a_custom_lease_time_applies_to_that_item(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     lease = queue.ask("x", lease_ms=1234)
     assert lease is not None
@@ -152,7 +152,7 @@ def test_a_lease_of_ones_own_holds_for_that_item(queue: ReleaseQueue) -> None:
     assert 0 < queue.redis.pttl(queue.key("awaiter:x")) <= 1234
 
 
-def test_who_does_not_wait_is_not_registered(queue: ReleaseQueue) -> None:
+def test_a_request_without_waiting_is_not_registered(queue: ReleaseQueue) -> None:
     assert queue.ask("x") is None
     assert queue.ask("x", register=False) is None
     queue.enqueue("a")
@@ -160,7 +160,7 @@ def test_who_does_not_wait_is_not_registered(queue: ReleaseQueue) -> None:
     assert queue.hash("awaiters") == {}
 
 
-def test_a_cancelled_item_cannot_be_had(queue: ReleaseQueue) -> None:
+def test_a_cancelled_item_cannot_be_leased(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     assert queue.producer.cancel("a")
     assert queue.got("x", "a") is None
@@ -168,7 +168,7 @@ def test_a_cancelled_item_cannot_be_had(queue: ReleaseQueue) -> None:
 
 
 @pytest.mark.spec("N22")
-def test_an_item_that_is_too_old_is_dead_and_in_the_failed_log(redis_url: str) -> None:
+def test_an_expired_item_is_dead_and_in_the_failed_log(redis_url: str) -> None:
     with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
         queue.enqueue("a", "b", "c", "d")
         lease = queue.ask("x", "b")
@@ -192,7 +192,7 @@ def test_an_item_that_is_too_old_is_dead_and_in_the_failed_log(redis_url: str) -
         assert queue.redis.zrange(queue.key("expiries"), 0, -1) == [b"d"]
 
 
-def test_an_item_that_is_too_old_when_it_comes_back_is_given_up_then(redis_url: str) -> None:
+def test_an_item_that_expired_while_leased_is_dead_when_it_comes_back(redis_url: str) -> None:
     with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
         queue.enqueue("a")
         queue.ask("x")
@@ -205,7 +205,7 @@ def test_an_item_that_is_too_old_when_it_comes_back_is_given_up_then(redis_url: 
         assert queue.state() == State(jobs=set(), dead=["a"])
 
 
-def test_the_age_of_an_item_counts_from_its_time(redis_url: str) -> None:
+def test_the_age_of_an_item_counts_from_its_run_at(redis_url: str) -> None:
     with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
         now_ms = queue.redis.time()[0] * 1000
         queue.producer.enqueue([new_job(1, id="a", run_in=1000)], Update())
@@ -218,7 +218,7 @@ def test_the_age_of_an_item_counts_from_its_time(redis_url: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["cancel", "ack", "expire"])
-def test_an_item_that_is_gone_has_no_age(redis_url: str, how: str) -> None:
+def test_a_removed_item_has_no_expiry(redis_url: str, how: str) -> None:
     with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
         queue.enqueue("a")
         if how == "cancel":
@@ -232,7 +232,7 @@ def test_an_item_that_is_gone_has_no_age(redis_url: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["unblocked", "revived"])
-def test_an_item_that_comes_anew_has_an_age_of_its_own(redis_url: str, how: str) -> None:
+def test_an_item_enqueued_again_has_a_new_expiry(redis_url: str, how: str) -> None:
     with gate(redis_url, "on_request", item_timeout_ms=60_000) as queue:
         queue.enqueue("a")
         if how == "unblocked":
@@ -250,7 +250,7 @@ def _dead(queue: ReleaseQueue) -> DeadJobs:
 
 
 def _bury(queue: ReleaseQueue, job_id: str, *, exists: bool = False) -> None:
-    """The item is dead, by its age."""
+    """Makes the item dead by its age."""
     if not exists:
         queue.enqueue(job_id)
     queue.redis.zadd(queue.key("expiries"), {job_id: 1})

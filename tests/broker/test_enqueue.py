@@ -1,4 +1,4 @@
-"""enqueue: stored whole or not at all."""
+"""enqueue stores a chunk completely or not at all."""
 
 import json
 import re
@@ -29,7 +29,7 @@ def test_enqueue_stores_the_record_under_its_id_and_only_the_id_in_the_list(queu
 
 
 @pytest.mark.spec("N20", "Q2")
-def test_the_system_gives_the_id_and_the_user_the_identifier(queue: OneQueue) -> None:
+def test_forq_generates_the_id_and_the_user_sets_the_identifier(queue: OneQueue) -> None:
     [job_id] = queue.producer.enqueue([new_job([1, None, "ü\n"], identifier="order 7", type="mail")])
 
     assert UUID(job_id).version == 7
@@ -53,12 +53,12 @@ def test_the_system_gives_the_id_and_the_user_the_identifier(queue: OneQueue) ->
     }
 
 
-def test_an_id_serves_as_identifier_where_none_is_given(queue: OneQueue) -> None:
+def test_the_id_is_the_default_identifier(queue: OneQueue) -> None:
     queue.enqueue("a")
     assert queue.inspector.job("a")["identifier"] == "a"
 
 
-class Shade(Enum):
+class Color(Enum):
     NONE = float("nan")
 
 
@@ -67,19 +67,19 @@ class Shade(Enum):
     [
         ({"order": {"total": Decimal(1)}}, "data['order']['total'] is of type Decimal; allowed are str, int"),
         ([1, {"id": UUID(int=1)}], "data[1]['id'] is of type UUID;"),
-        ({"shade": Shade.NONE}, "data['shade'] is of type Shade, an Enum;"),
+        ({"shade": Color.NONE}, "data['shade'] is of type Color, an Enum;"),
         ({"at": datetime.now(UTC)}, "data['at'] is of type datetime;"),
         ({"ids": [{7: 1}]}, "data['ids'][0] has the key 7, but keys must be str"),
         ({"none": None, "rate": float("inf")}, "data['rate'] is NaN or Infinity"),
     ],
 )
-def test_data_that_json_cannot_hold_is_refused_and_its_place_named(data: Any, where: str) -> None:
+def test_data_outside_json_is_refused_with_its_location(data: Any, where: str) -> None:
     with pytest.raises(InvalidData, match=f"^job data is not JSON: {re.escape(where)}"):
         new_job(data)
 
 
-def test_places_are_named_only_of_data_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes five times as long as all else that is done with data that has None in it."""
+def test_locations_are_computed_only_for_refused_data(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing them takes five times as long as the rest of an enqueue."""
     monkeypatch.setattr(record, "_values", lambda data, root: pytest.fail("places were named"))
     new_job({"rows": [{"id": 1, "note": None}, (1.5, "null")]})
 
@@ -98,7 +98,7 @@ def test_a_producer_needs_no_worker_and_no_supervisor(queue: OneQueue) -> None:
 
 
 @pytest.mark.spec("R4", "Q24")
-def test_all_keys_of_a_queue_carry_its_name_as_hash_tag(queue: OneQueue) -> None:
+def test_all_keys_of_a_queue_have_its_name_as_hash_tag(queue: OneQueue) -> None:
     queue.enqueue("a", "b", "c", "e")
     queue.enqueue("d", priority=2, token="t")
     worker = queue.worker("w1", "p1")
@@ -128,7 +128,7 @@ def test_max_items_counts_waiting_and_active_and_refuses_a_whole_chunk(redis_url
             queue.enqueue("d")
 
 
-def test_what_a_token_or_skip_leaves_out_does_not_count_towards_max_items(redis_url: str) -> None:
+def test_jobs_skipped_by_token_or_id_do_not_count_towards_max_items(redis_url: str) -> None:
     with one_queue(redis_url, max_items=2) as queue:
         queue.enqueue("a", token="t")
         queue.enqueue("b")
@@ -145,7 +145,7 @@ def test_data_larger_than_max_data_stores_nothing(redis_url: str) -> None:
         assert queue.state() == State(jobs=set())
 
 
-def test_an_id_that_waits_or_runs_is_refused_and_nothing_of_the_chunk_is_stored(queue: OneQueue) -> None:
+def test_a_live_id_is_refused_and_nothing_of_the_chunk_is_stored(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     queue.worker().turn(want=1)
     before = queue.state()
@@ -157,7 +157,7 @@ def test_an_id_that_waits_or_runs_is_refused_and_nothing_of_the_chunk_is_stored(
     assert queue.state() == before
 
 
-def test_skip_leaves_what_is_there_and_stores_the_rest(queue: OneQueue) -> None:
+def test_skip_leaves_existing_jobs_and_stores_the_rest(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job("first", id="a")])
     assert queue.producer.enqueue([new_job("second", id="a"), new_job(1, id="b")], Update("skip")) == ["a", "b"]
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})
@@ -172,7 +172,7 @@ def test_the_same_id_twice_in_a_chunk_is_refused_or_stored_once(queue: OneQueue)
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
 
 
-def test_a_repeated_token_gives_the_first_id_and_stores_nothing(queue: OneQueue) -> None:
+def test_a_repeated_token_returns_the_first_id_and_stores_nothing(queue: OneQueue) -> None:
     assert queue.enqueue("a", token="t") == ["a"]
     assert queue.enqueue("b", token="t") == ["a"]
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
@@ -192,7 +192,7 @@ def test_a_token_twice_in_one_chunk_stores_one_job(queue: OneQueue) -> None:
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
 
 
-def test_a_skipped_job_stays_skipped_when_its_call_is_repeated_later(queue: OneQueue) -> None:
+def test_a_skipped_job_stays_skipped_when_the_call_is_repeated(queue: OneQueue) -> None:
     queue.enqueue("a")
     queue.enqueue("a", token="t", if_exists="skip")
     worker = queue.worker()
@@ -202,20 +202,20 @@ def test_a_skipped_job_stays_skipped_when_its_call_is_repeated_later(queue: OneQ
     assert queue.state() == State(jobs=set())
 
 
-def test_what_is_put_back_and_left_since_its_id_is_live_is_stored_by_a_later_call(queue: OneQueue) -> None:
+def test_a_job_not_restored_because_its_id_is_live_is_restored_by_a_later_call(queue: OneQueue) -> None:
     lines = [new_job(1, id="a", token="1"), new_job(2, id="a", token="2"), new_job(1, id="a", token="1")]
     assert queue.producer.restore(lines) == Restored(stored=1, known=1, skipped=[1])
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
     assert queue.producer.restore(lines) == Restored(stored=0, known=2, skipped=[1])
     worker = queue.worker()
     worker.turn(want=1)
-    assert queue.producer.restore(lines) == Restored(stored=0, known=2, skipped=[1]), "it is active"
+    assert queue.producer.restore(lines) == Restored(stored=0, known=2, skipped=[1]), "the id is active"
     worker.turn(done="a")
     assert queue.producer.restore(lines) == Restored(stored=1, known=2, skipped=[])
     assert queue.inspector.job("a")["data"] == 2
 
 
-def test_many_that_are_put_back_are_told_by_their_places_over_all_chunks(queue: OneQueue) -> None:
+def test_restore_reports_skipped_lines_by_their_index_over_all_chunks(queue: OneQueue) -> None:
     queue.enqueue("j3", "j700")
     assert queue.producer.restore(new_job(1, id=f"j{n}", token=f"t{n}") for n in range(800)) == Restored(
         798, 0, [3, 700]
@@ -238,7 +238,7 @@ def test_a_token_expires_with_dedup_ttl(redis_url: str) -> None:
 
 
 @pytest.mark.spec("P7")
-def test_each_priority_has_its_list(queue: OneQueue) -> None:
+def test_each_priority_has_its_own_list(queue: OneQueue) -> None:
     for priority, job_id in enumerate("abcdefghij"):
         queue.enqueue(job_id, priority=priority)
     assert queue.state().waiting == {priority: [job_id] for priority, job_id in enumerate("abcdefghij")}
@@ -250,22 +250,22 @@ def test_one_job_of_another_priority_wakes_a_worker(queue: OneQueue) -> None:
     assert queue.redis.lrange(queue.key("pending"), 0, -1) == [b""]
 
 
-def test_one_job_with_a_time_is_scheduled(queue: OneQueue) -> None:
+def test_a_job_with_a_future_time_is_scheduled(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job(1, id="a", run_in=60)])
     assert queue.redis.zrange(queue.key("scheduled"), 0, -1) == [b"a"]
     assert queue.state() == State({"a"})
 
 
-def test_no_jobs_are_no_call(queue: OneQueue) -> None:
+def test_an_empty_bulk_makes_no_call(queue: OneQueue) -> None:
     assert queue.producer.enqueue([]) == []
 
 
-def test_a_queue_that_is_not_there_is_named(redis_url: str) -> None:
+def test_an_unknown_queue_is_named_in_the_error(redis_url: str) -> None:
     with pytest.raises(UnknownQueue, match="nowhere"):
         Producer(Link(redis_url), "forq:", "nowhere").enqueue([new_job(1)])
 
 
-def test_another_protocol_is_refused(queue: OneQueue) -> None:
+def test_a_queue_of_another_protocol_is_refused(queue: OneQueue) -> None:
     queue.set_options(protocol=99)
     with pytest.raises(IncompatibleProtocol, match="uses protocol 99"):
         queue.enqueue("a")
@@ -275,7 +275,7 @@ def test_another_protocol_is_refused(queue: OneQueue) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", " ", "a b", "a\n", "é", "x" * 129, 7])
-def test_ids_that_would_not_fit_the_journal_are_refused(bad: object) -> None:
+def test_ids_and_tokens_that_the_journal_cannot_hold_are_refused(bad: object) -> None:
     with pytest.raises(InvalidId):
         new_job(1, id=bad)  # type: ignore[arg-type]
     with pytest.raises(InvalidId):
@@ -294,7 +294,7 @@ def test_priorities_outside_0_to_9_are_refused(bad: object) -> None:
         new_job(1, priority=bad)  # type: ignore[arg-type]
 
 
-def test_bulk_is_cut_by_number_and_by_bytes() -> None:
+def test_bulk_is_split_by_count_and_by_bytes() -> None:
     many = [new_job(n) for n in range(CHUNK_JOBS + 1)]
     assert [len(chunk) for chunk in chunks(many)] == [CHUNK_JOBS, 1]
     large = [new_job("x" * (CHUNK_BYTES // 2)) for _ in range(3)]
@@ -307,7 +307,7 @@ def test_bulk_keeps_its_order_across_chunks(queue: OneQueue) -> None:
     assert queue.pending() == ids
 
 
-def test_bulk_tells_what_was_stored_before_a_chunk_failed(queue: OneQueue) -> None:
+def test_a_failed_bulk_reports_what_was_stored_before(queue: OneQueue) -> None:
     jobs = [new_job(1, id=f"n{n}") for n in range(CHUNK_JOBS)]
     with pytest.raises(PartlyStored, match=f"{CHUNK_JOBS} jobs before it were stored") as failed:
         queue.producer.enqueue_many([*jobs, new_job(1, id="n0")], Update("refuse"))
@@ -330,7 +330,7 @@ def test_bulk_tells_what_was_stored_before_a_chunk_failed(queue: OneQueue) -> No
         (9_007_199_254_740, "9007199254740000"),
     ],
 )
-def test_a_time_is_kept_to_the_millisecond_and_never_earlier(given: datetime | float, stored: str) -> None:
+def test_a_time_is_rounded_up_to_the_millisecond(given: datetime | float, stored: str) -> None:
     assert new_job(1, run_at=given).run_at == stored
 
 
@@ -338,7 +338,7 @@ def test_a_time_is_kept_to_the_millisecond_and_never_earlier(given: datetime | f
 @pytest.mark.parametrize(
     ("given", "stored"), [(0, "+0"), (0.25, "+250"), (0.0101, "+11"), (timedelta(minutes=10), "+600000")]
 )
-def test_a_wait_is_kept_to_the_millisecond_and_never_shorter(given: timedelta | float, stored: str) -> None:
+def test_a_delay_is_rounded_up_to_the_millisecond(given: timedelta | float, stored: str) -> None:
     assert new_job(1, run_in=given).run_at == stored
 
 
@@ -358,12 +358,12 @@ def test_a_wait_is_kept_to_the_millisecond_and_never_shorter(given: timedelta | 
         ({"run_in": 1, "run_at": 1}, "give run_at or run_in, not both"),
     ],
 )
-def test_a_time_that_is_none_is_refused(given: dict[str, Any], says: str) -> None:
+def test_an_invalid_time_is_refused(given: dict[str, Any], says: str) -> None:
     with pytest.raises(UsageError, match=says):
         new_job(1, **given)
 
 
 @pytest.mark.spec("M9")
-def test_a_job_whose_time_has_passed_waits_at_once(queue: OneQueue) -> None:
+def test_a_job_with_a_past_time_is_waiting_at_once(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job(1, id="a", run_at=datetime(2001, 9, 9, tzinfo=UTC)), new_job(1, id="b", run_at=0)])
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})

@@ -1,4 +1,4 @@
-"""Eviction in bounded steps: a processor with many workers is fenced at once and emptied call by call."""
+"""Eviction in bounded steps: a processor with many workers is fenced at once and recovered over several calls."""
 
 import pytest
 
@@ -20,8 +20,8 @@ def evict_once(queue: OneQueue, processor: str, cause: str = "supervisor_lost") 
     return link.run(script("evict"), queue.base, processor, cause)[:3]
 
 
-def crowd(queue: OneQueue, workers: int, processor: str = "p2") -> list[str]:
-    """A processor with so many workers, each of which runs a job; the ids of these."""
+def start_workers(queue: OneQueue, workers: int, processor: str = "p2") -> list[str]:
+    """Starts this many workers of a processor, each with a running job; returns the job ids."""
     ids = [f"j{number:02}" for number in range(workers)]
     if ids:
         queue.enqueue(*ids)
@@ -34,20 +34,24 @@ def crowd(queue: OneQueue, workers: int, processor: str = "p2") -> list[str]:
     return ids
 
 
-def silence(queue: OneQueue, *processors: str) -> None:
+def make_silent(queue: OneQueue, *processors: str) -> None:
     for processor in processors:
         queue.redis.zadd(queue.key("processors"), {processor: 1})
     queue.redis.hset(queue.key("counts"), "sweep_after_ms", 0)
 
 
-def registered(queue: OneQueue, processor: str = "p2") -> int:
+def registered_workers(queue: OneQueue, processor: str = "p2") -> int:
     return int(queue.redis.hlen(queue.key(f"processor:{processor}:workers")))
 
 
-def test_evict_takes_a_bounded_number_out_per_call_until_none_is_left(queue: OneQueue) -> None:
-    ids = crowd(queue, 40)
+def test_evict_recovers_a_bounded_number_of_workers_per_call(queue: OneQueue) -> None:
+    ids = start_workers(queue, 40)
     assert evict_once(queue, "p2") == [1, 24, 16]
-    assert (registered(queue), queue.inspector.counts().waiting, queue.inspector.counts().in_flight) == (24, 16, 24)
+    assert (registered_workers(queue), queue.inspector.counts().waiting, queue.inspector.counts().in_flight) == (
+        24,
+        16,
+        24,
+    )
     assert queue.hash("evicting") == {"p2": "supervisor_lost"}
     assert queue.recovery().evict(queue.name, "p2", "supervisor_lost") == 24
     assert queue.state() == State(jobs=set(ids), waiting=queue.state().waiting)
@@ -58,61 +62,61 @@ def test_evict_takes_a_bounded_number_out_per_call_until_none_is_left(queue: One
 
 
 @pytest.mark.spec("Q21")
-def test_a_processor_is_fenced_from_the_first_step_on(queue: OneQueue) -> None:
-    crowd(queue, 20)
+def test_a_processor_is_fenced_from_the_first_step(queue: OneQueue) -> None:
+    start_workers(queue, 20)
     evict_once(queue, "p2")
     with pytest.raises(Fenced):
         beat(queue, "p2")
     with pytest.raises(Fenced):
         queue.worker("late", "p2")
-    assert registered(queue) == 4
+    assert registered_workers(queue) == 4
 
 
 @pytest.mark.spec("Q18", "Q19")
-def test_a_silent_processor_is_emptied_by_heartbeats_and_each_says_if_there_is_more(queue: OneQueue) -> None:
+def test_heartbeats_evict_a_silent_processor_and_report_if_more_is_left(queue: OneQueue) -> None:
     beat(queue)
-    ids = crowd(queue, 40)
+    ids = start_workers(queue, 40)
     beat(queue)
-    silence(queue, "p2")
+    make_silent(queue, "p2")
     beats = [beat(queue) for _ in range(4)]
     assert [(one.evicted, one.more) for one in beats] == [(["p2"], True), ([], True), ([], False), ([], False)]
     assert sorted(queue.pending()) == ids
     assert {event.cause for event in queue.events() if event.verb == "stalled"} == {"host_lost"}
 
 
-def test_anybody_s_heartbeat_goes_on_with_what_evict_has_begun_and_keeps_its_cause(queue: OneQueue) -> None:
-    crowd(queue, 20)
+def test_any_heartbeat_continues_an_eviction_and_keeps_its_cause(queue: OneQueue) -> None:
+    start_workers(queue, 20)
     evict_once(queue, "p2")
     assert beat(queue, "p3").more is False
-    assert registered(queue) == 0
+    assert registered_workers(queue) == 0
     assert {event.cause for event in queue.events() if event.verb == "stalled"} == {"supervisor_lost"}
 
 
-def test_an_eviction_under_way_is_finished_before_the_next_begins(queue: OneQueue) -> None:
+def test_an_eviction_is_finished_before_the_next_starts(queue: OneQueue) -> None:
     beat(queue)
-    crowd(queue, 20)
+    start_workers(queue, 20)
     beat(queue, "p3")
     beat(queue)
-    silence(queue, "p2", "p3")
+    make_silent(queue, "p2", "p3")
     assert [beat(queue).evicted for _ in range(4)] == [["p2"], [], ["p3"], []]
 
 
 def test_a_heartbeat_that_may_not_sweep_yet_still_finishes_an_eviction(queue: OneQueue) -> None:
-    crowd(queue, 20)
+    start_workers(queue, 20)
     evict_once(queue, "p2")
     queue.redis.hset(queue.key("counts"), "sweep_after_ms", 10**15)
     beat(queue)
-    assert registered(queue) == 0
+    assert registered_workers(queue) == 0
 
 
-def test_as_many_workers_as_one_call_takes_are_done_in_one(queue: OneQueue) -> None:
-    crowd(queue, PER_CALL)
+def test_workers_up_to_the_limit_are_recovered_in_one_call(queue: OneQueue) -> None:
+    start_workers(queue, PER_CALL)
     assert evict_once(queue, "p2") == [1, 0, PER_CALL]
     assert queue.redis.exists(queue.key("evicting")) == 0
 
 
-def test_a_worker_of_a_half_evicted_processor_goes_on_until_its_turn_comes(queue: OneQueue) -> None:
-    ids = crowd(queue, 17)
+def test_a_worker_of_a_half_evicted_processor_continues_until_it_is_recovered(queue: OneQueue) -> None:
+    ids = start_workers(queue, 17)
     evict_once(queue, "p2")
     [name] = [name.decode() for name in queue.redis.hkeys(queue.key("processor:p2:workers"))]
     worker = next(worker for worker in queue.workers if worker.name == name)
@@ -124,14 +128,14 @@ def test_a_worker_of_a_half_evicted_processor_goes_on_until_its_turn_comes(queue
     assert len(turn.jobs) == 4
     assert evict_once(queue, "p2") == [1, 0, 1]
     assert set(queue.state().jobs) == set(ids) - {own}
-    assert sorted(queue.pending()) == sorted(set(ids) - {own}), "nothing lost, nothing twice"
-    assert all(queue.stall_count(job_id) == 1 for job_id in set(ids) - {own}), "the last position is outdated"
+    assert sorted(queue.pending()) == sorted(set(ids) - {own}), "no job is lost or duplicated"
+    assert all(queue.stall_count(job_id) == 1 for job_id in set(ids) - {own}), "the reported positions are outdated"
     with pytest.raises(Fenced):
         worker.turn(want=1)
 
 
 def test_a_worker_that_leaves_meanwhile_ends_the_eviction_early(queue: OneQueue) -> None:
-    crowd(queue, 17)
+    start_workers(queue, 17)
     evict_once(queue, "p2")
     [name] = [name.decode() for name in queue.redis.hkeys(queue.key("processor:p2:workers"))]
     queue.recover(next(worker for worker in queue.workers if worker.name == name), running=True)
@@ -140,16 +144,16 @@ def test_a_worker_that_leaves_meanwhile_ends_the_eviction_early(queue: OneQueue)
     assert queue.inspector.counts().waiting == 17
 
 
-def test_lines_of_a_scribe_go_back_in_the_first_step(queue: OneQueue) -> None:
-    crowd(queue, 20)
+def test_lines_held_by_a_scribe_go_back_in_the_first_step(queue: OneQueue) -> None:
+    start_workers(queue, 20)
     queue.redis.rpush(queue.key("outbox:p2"), "one", "two")
     queue.redis.rpush(queue.key("outbox"), "three")
     evict_once(queue, "p2")
     assert queue.redis.lrange(queue.key("outbox"), 0, -1) == [b"one", b"two", b"three"]
 
 
-def test_a_queue_that_is_deleted_amid_an_eviction_leaves_nothing_behind(queue: OneQueue) -> None:
-    crowd(queue, 20)
+def test_a_queue_deleted_during_an_eviction_leaves_nothing_behind(queue: OneQueue) -> None:
+    start_workers(queue, 20)
     evict_once(queue, "p2")
     queue.registry.delete(queue.name, force=True)
     while queue.registry.purge(queue.name, lambda jobs: None):
@@ -158,11 +162,13 @@ def test_a_queue_that_is_deleted_amid_an_eviction_leaves_nothing_behind(queue: O
     outlives = {":deleted", ":freed", ":graves", ":counts", ":events", "forq:queues:deleted"}
     assert left <= outlives, "the journal outlives the queue"
     graves = queue.redis.zrange(queue.key("graves"), 0, -1)
-    assert len([grave for grave in graves if b" " in grave]) == 20, "a BLMOVE of any of them may still be served"
+    assert len([grave for grave in graves if b" " in grave]) == 20, (
+        "a BLMOVE of any of these workers may still be served"
+    )
 
 
 @pytest.mark.fault("server frozen")
-def test_after_a_freeze_that_outlasted_everybody_nobody_is_evicted_for_one_expiry(queue: OneQueue) -> None:
+def test_after_a_server_freeze_longer_than_the_expiry_no_processor_is_evicted_for_one_expiry(queue: OneQueue) -> None:
     three = ("p1", "p2", "p3")
     for processor in three:
         queue.worker(f"w-{processor}", processor)
@@ -173,14 +179,14 @@ def test_after_a_freeze_that_outlasted_everybody_nobody_is_evicted_for_one_expir
     for _ in range(3):
         pass_time(queue, EXPIRY_MS // 4)
         evicted += beat(queue, "p2").evicted
-    assert evicted == [], "within one expiry of the thaw"
+    assert evicted == [], "within one expiry after the freeze"
     assert queue.redis.zcard(queue.key("processors")) == 3
     pass_time(queue, EXPIRY_MS // 2)
     assert [beat(queue, "p2").evicted for _ in range(3)] in ([["p1"], ["p3"], []], [["p3"], ["p1"], []])
 
 
 def pass_time(queue: OneQueue, ms: int) -> None:
-    """Moves every time that the queue remembers into the past."""
+    """Moves every stored time of the queue into the past."""
     for member, score in queue.redis.zrange(queue.key("processors"), 0, -1, withscores=True):
         queue.redis.zadd(queue.key("processors"), {member: score - ms})
     counts = queue.hash("counts")

@@ -1,4 +1,4 @@
-"""Mode external, script by script: who gets what, and what becomes of it when its worker ends, fails or is silent."""
+"""Mode external: assignment of jobs to workers, and what happens when a worker finishes, fails or goes silent."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,12 +17,12 @@ from tests.support.models.journal_replay import Replay
 def queue(redis_url: str) -> Iterator[ExternalQueue]:
     with external_queue(redis_url, max_retries=2) as queue:
         yield queue
-        # Whatever a test did, the journal tells it, and in an order that can be.
+        # After every test the journal must replay.
         Replay().read_all(queue.entries())
 
 
-def heard_by(queue: ExternalQueue, bridge: str) -> list[str]:
-    """What a bridge would hear from now on; ask again for what came since."""
+def subscribe(queue: ExternalQueue, bridge: str) -> list[str]:
+    """Subscribes as this bridge; `notified` returns the workers named since the last call."""
     subscriber = queue.redis.pubsub(ignore_subscribe_messages=True)
     subscriber.subscribe(queue.channel(f"handed:{bridge}"))
     subscriber.get_message(timeout=1)
@@ -30,7 +30,7 @@ def heard_by(queue: ExternalQueue, bridge: str) -> list[str]:
     return []
 
 
-def rings(queue: ExternalQueue) -> list[str]:
+def notified(queue: ExternalQueue) -> list[str]:
     found = []
     while (message := queue.subscriber.get_message(timeout=0.2)) is not None:  # type: ignore[attr-defined]
         found.append(message["data"].decode())
@@ -42,7 +42,7 @@ def last(queue: ExternalQueue, verb: str) -> Event:
 
 
 @pytest.mark.spec("P2", "P3", "P7")
-def test_jobs_go_to_idle_workers_by_priority_and_then_in_their_order(queue: ExternalQueue) -> None:
+def test_idle_workers_get_jobs_by_priority_and_then_in_order(queue: ExternalQueue) -> None:
     queue.enqueue("a", "b")
     queue.enqueue("last", priority=9)
     queue.enqueue("first", priority=0)
@@ -73,7 +73,7 @@ def test_progress_without_an_accept_makes_the_worker_busy(queue: ExternalQueue) 
 
 
 @pytest.mark.spec("P5", "P10", "P11", "P12", "P13", "P14")
-def test_what_is_dispatched_accepted_and_how_far_it_is_can_be_seen(queue: ExternalQueue) -> None:
+def test_assignment_acceptance_and_progress_are_shown(queue: ExternalQueue) -> None:
     queue.enqueue("a", "b", "c")
     queue.idle("w1")
     queue.work("w2")
@@ -91,7 +91,7 @@ def test_what_is_dispatched_accepted_and_how_far_it_is_can_be_seen(queue: Extern
     assert queue.pending() == ["c"]
 
 
-def test_an_idle_worker_gets_what_it_has_not_accepted_again(queue: ExternalQueue) -> None:
+def test_an_idle_worker_gets_its_unaccepted_job_again(queue: ExternalQueue) -> None:
     queue.enqueue("a", "b")
     first = queue.lease()
     assert isinstance(first, Lease)
@@ -99,7 +99,7 @@ def test_an_idle_worker_gets_what_it_has_not_accepted_again(queue: ExternalQueue
     assert queue.journal_events() == [("enqueued", "a"), ("enqueued", "b"), ("claimed", "a")]
 
 
-def test_said_again_to_another_bridge_the_assignment_is_that_bridge_s(queue: ExternalQueue) -> None:
+def test_a_repeated_idle_through_another_bridge_moves_the_assignment_to_that_bridge(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     first = queue.lease("w1", "b1")
     assert queue.lease("w1", "b2") == first
@@ -110,7 +110,7 @@ def test_said_again_to_another_bridge_the_assignment_is_that_bridge_s(queue: Ext
     assert queue.pending() == ["a"]
 
 
-def test_the_lease_of_an_assignment_is_not_renewed_by_asking_again(queue: ExternalQueue) -> None:
+def test_a_repeated_idle_does_not_renew_the_lease_of_an_assignment(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     queue.idle()
     before = queue.redis.zscore(queue.key("leases"), "a")
@@ -122,7 +122,7 @@ def test_an_idle_worker_that_had_accepted_a_job_has_lost_it(queue: ExternalQueue
     queue.enqueue("a", "b")
     queue.work()
     queue.external.progress("w1", "a", 0.5, "")
-    assert queue.idle() == "a", "it comes first again"
+    assert queue.idle() == "a", "it is first in line again"
     assert queue.stall_count("a") == 1
     assert last(queue, "stalled").cause == "idle"
     assert queue.external.running() == []
@@ -130,7 +130,7 @@ def test_an_idle_worker_that_had_accepted_a_job_has_lost_it(queue: ExternalQueue
 
 
 @pytest.mark.spec("P21")
-def test_an_assignment_that_is_not_accepted_in_time_goes_back_uncounted(queue: ExternalQueue) -> None:
+def test_an_assignment_not_accepted_in_time_goes_back_uncounted(queue: ExternalQueue) -> None:
     queue.enqueue("a", "b", "c")
     queue.idle("w1")
     queue.idle("w2")
@@ -142,7 +142,7 @@ def test_an_assignment_that_is_not_accepted_in_time_goes_back_uncounted(queue: E
         queue.external.accept("w1", "a")
 
 
-def test_what_a_silent_worker_had_accepted_goes_back_and_is_counted(queue: ExternalQueue) -> None:
+def test_a_job_accepted_by_a_silent_worker_goes_back_and_is_counted(queue: ExternalQueue) -> None:
     queue.enqueue("a", "b")
     queue.work()
     queue.external.progress("w1", "a", 0.9, "nearly")
@@ -158,7 +158,7 @@ def test_what_a_silent_worker_had_accepted_goes_back_and_is_counted(queue: Exter
 
 
 @pytest.mark.spec("P16")
-def test_every_sign_of_life_renews_the_lease(queue: ExternalQueue) -> None:
+def test_every_message_from_the_worker_renews_the_lease(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     queue.idle()
     says: list[Callable[[], None]] = [
@@ -174,7 +174,7 @@ def test_every_sign_of_life_renews_the_lease(queue: ExternalQueue) -> None:
     assert queue.stall_count("a") == 0
 
 
-def test_a_late_word_about_a_job_that_another_worker_has_is_refused(queue: ExternalQueue) -> None:
+def test_a_late_message_about_a_job_of_another_worker_is_refused(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     queue.work("w1")
     queue.end_leases("a")
@@ -186,7 +186,7 @@ def test_a_late_word_about_a_job_that_another_worker_has_is_refused(queue: Exter
         queue.external.progress("w1", "a", 1.0, "")
     with pytest.raises(LeaseLapsed):
         queue.fail("a", "w1")
-    # A worker that tells a fence which is not its own.
+    # A worker that sends the fence of another worker.
     fence = int(queue.hash("active")["a"].partition(":")[2])
     for late in (queue.external.accept, queue.external.finish):
         with pytest.raises(LeaseLapsed):
@@ -195,17 +195,17 @@ def test_a_late_word_about_a_job_that_another_worker_has_is_refused(queue: Exter
     queue.external.finish("w2", "a")
 
 
-def test_a_worker_whose_name_begins_like_another_s_is_not_that_one(queue: ExternalQueue) -> None:
+def test_workers_with_a_common_name_prefix_are_distinct(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     queue.work("w11")
     with pytest.raises(LeaseLapsed):
         queue.external.finish("w1", "a")
 
 
-def test_a_word_without_a_fence_that_arrives_late_is_not_about_a_later_attempt(
+def test_a_late_message_without_a_fence_does_not_apply_to_a_later_attempt(
     queue: ExternalQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The bridge asks for the fence first: what it sends then is about that attempt, however late it arrives."""
+    """The bridge reads the fence first, so a late message still refers to that attempt."""
     queue.enqueue("a")
     assert queue.lease() is not None
     run, carried = queue.external._run, list[tuple[str, tuple[object, ...]]]()
@@ -220,7 +220,7 @@ def test_a_word_without_a_fence_that_arrives_late_is_not_about_a_later_attempt(
         queue.external.finish("w1", "a")
     queue.make_due("leases", "a")
     queue.recovery().heartbeat("q", 1000, [])
-    assert queue.idle() == "a", "the same worker, another attempt"
+    assert queue.idle() == "a", "same worker, another attempt"
     assert [verb for verb, _ in carried] == ["accept", "finish"]
     for verb, args in carried:
         with pytest.raises(LeaseLapsed):
@@ -274,7 +274,7 @@ def test_a_finish_without_an_accept_counts(queue: ExternalQueue) -> None:
     assert queue.inspector.counts().done == 1
 
 
-def test_a_failure_is_retried_after_the_backoff_and_then_dead(redis_url: str) -> None:
+def test_a_failed_job_is_retried_after_the_backoff_and_then_dead(redis_url: str) -> None:
     with external_queue(redis_url, max_retries=2) as queue:
         queue.enqueue("a")
         for retries in range(3):
@@ -314,7 +314,7 @@ def test_a_job_that_stalled_too_often_is_dead_and_the_next_one_is_assigned(redis
         Replay().read_all(queue.entries())
 
 
-def test_the_retry_lane_comes_when_nothing_else_waits(redis_url: str) -> None:
+def test_the_retry_lane_is_assigned_when_nothing_else_waits(redis_url: str) -> None:
     with external_queue(redis_url, max_retries=0, retry_lane_retries=1, min_backoff_ms=0) as queue:
         queue.enqueue("a")
         queue.work()
@@ -329,7 +329,7 @@ def test_the_retry_lane_comes_when_nothing_else_waits(redis_url: str) -> None:
 
 
 @pytest.mark.spec("P15")
-def test_workers_that_are_silent_are_forgotten(queue: ExternalQueue) -> None:
+def test_silent_workers_are_forgotten(queue: ExternalQueue) -> None:
     queue.idle("w1")
     queue.idle("w2")
     queue.make_silent("w1")
@@ -342,29 +342,29 @@ def test_workers_that_are_silent_are_forgotten(queue: ExternalQueue) -> None:
     assert queue.fetch_assigned("w2") == "a"
 
 
-def test_a_new_job_rings_the_idle_worker_that_came_first(queue: ExternalQueue) -> None:
+def test_a_new_job_notifies_the_longest_idle_worker(queue: ExternalQueue) -> None:
     queue.idle("w1", "b1")
     queue.idle("w2", "b1")
-    heard_by(queue, "b1")
+    subscribe(queue, "b1")
     queue.enqueue("a")
-    assert rings(queue) == ["w1"]
+    assert notified(queue) == ["w1"]
     queue.enqueue("b")
-    assert rings(queue) == ["w2"]
+    assert notified(queue) == ["w2"]
     assert queue.fetch_assigned("w1") == "a"
     assert queue.fetch_assigned("w2") == "b"
 
 
-def test_a_worker_that_was_rung_for_nothing_is_rung_again(queue: ExternalQueue) -> None:
+def test_a_worker_notified_in_vain_is_notified_again(queue: ExternalQueue) -> None:
     queue.idle("w1")
-    heard_by(queue, "b1")
+    subscribe(queue, "b1")
     queue.enqueue("a")
     queue.producer.cancel("a")
     assert queue.fetch_assigned() is None
     queue.enqueue("b")
-    assert rings(queue) == ["w1", "w1"]
+    assert notified(queue) == ["w1", "w1"]
 
 
-def test_a_ring_is_no_sign_of_life(queue: ExternalQueue) -> None:
+def test_a_notification_does_not_renew_the_registration(queue: ExternalQueue) -> None:
     queue.idle("w1")
     queue.redis.zadd(queue.key("workers"), {"w1": queue.redis.time()[0] * 1000 - 5000})
     seen = queue.redis.zscore(queue.key("workers"), "w1")
@@ -374,7 +374,7 @@ def test_a_ring_is_no_sign_of_life(queue: ExternalQueue) -> None:
     assert queue.hash("awaiters")["w1"] == expires
 
 
-def test_a_ring_for_a_worker_that_is_busy_does_nothing(queue: ExternalQueue) -> None:
+def test_a_notification_for_a_busy_worker_does_nothing(queue: ExternalQueue) -> None:
     queue.enqueue("a", "b")
     queue.work()
     assert queue.fetch_assigned() is None
@@ -382,7 +382,7 @@ def test_a_ring_for_a_worker_that_is_busy_does_nothing(queue: ExternalQueue) -> 
     assert queue.stall_count("a") == 0
 
 
-def test_a_ring_for_a_worker_whose_registration_is_over_does_nothing(queue: ExternalQueue) -> None:
+def test_a_notification_for_an_expired_worker_does_nothing(queue: ExternalQueue) -> None:
     queue.redis.hset(queue.key("options"), "paused", "1")
     queue.idle("w1")
     queue.enqueue("a")
@@ -394,34 +394,34 @@ def test_a_ring_for_a_worker_whose_registration_is_over_does_nothing(queue: Exte
     assert queue.pending() == ["a"]
 
 
-def test_what_comes_back_or_is_due_rings(redis_url: str) -> None:
+def test_returned_and_due_jobs_notify_a_worker(redis_url: str) -> None:
     with external_queue(redis_url, max_retries=0, retry_lane_retries=1, min_backoff_ms=0) as queue:
         queue.enqueue("a")
         queue.work("w1")
         queue.idle("w2")
-        heard_by(queue, "b1")
+        subscribe(queue, "b1")
         queue.end_leases("a")
-        assert rings(queue) == ["w2"]
+        assert notified(queue) == ["w2"]
         assert queue.fetch_assigned("w2") == "a"
         queue.idle("w3")
         queue.fail("a", "w2")
-        assert rings(queue) == ["w3"], "also for the retry lane"
+        assert notified(queue) == ["w3"], "the retry lane notifies too"
 
 
-def test_a_paused_queue_assigns_nothing_and_rings_when_it_is_resumed(queue: ExternalQueue) -> None:
+def test_a_paused_queue_assigns_nothing_and_notifies_on_resume(queue: ExternalQueue) -> None:
     queue.enqueue("a", "b", "c")
     queue.work("w2")
     queue.registry.pause("q", paused=True)
     assert queue.idle("w1") is None
     assert queue.idle("w3") is None
     queue.external.finish("w2", "a")
-    heard_by(queue, "b1")
+    subscribe(queue, "b1")
     queue.registry.pause("q", paused=False)
-    assert set(rings(queue)) == {"w1", "w3"}
+    assert set(notified(queue)) == {"w1", "w3"}
     assert queue.fetch_assigned("w1") == "b"
 
 
-def test_a_bridge_that_leaves_takes_its_idle_workers_along(queue: ExternalQueue) -> None:
+def test_a_bridge_that_leaves_unregisters_its_idle_workers(queue: ExternalQueue) -> None:
     queue.enqueue("a", "b")
     queue.idle("assigned")
     queue.work("busy")
@@ -435,7 +435,7 @@ def test_a_bridge_that_leaves_takes_its_idle_workers_along(queue: ExternalQueue)
     queue.external.finish("busy", "b")
 
 
-def test_a_removed_job_is_done_when_its_worker_says_so_and_gone_when_it_fails_or_is_silent(
+def test_a_removed_job_is_done_if_its_worker_finishes_and_cancelled_if_it_fails_or_goes_silent(
     queue: ExternalQueue,
 ) -> None:
     queue.enqueue("a", "b", "c")
@@ -455,7 +455,7 @@ def test_a_removed_job_is_done_when_its_worker_says_so_and_gone_when_it_fails_or
     ]
 
 
-def test_what_is_enqueued_under_a_running_id_follows_when_that_has_ended(queue: ExternalQueue) -> None:
+def test_a_job_enqueued_under_a_running_id_follows_when_that_one_ends(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     queue.work()
     queue.enqueue("a", if_exists="update")
@@ -464,15 +464,15 @@ def test_what_is_enqueued_under_a_running_id_follows_when_that_has_ended(queue: 
     assert queue.work("w2") == "a"
 
 
-def test_a_record_that_is_broken_is_dead_and_does_not_come_back(queue: ExternalQueue) -> None:
+def test_a_job_with_an_invalid_record_is_dead_and_does_not_come_back(queue: ExternalQueue) -> None:
     queue.enqueue("a", "b")
     queue.redis.hset(queue.key("jobs"), "a", "p5 17\nrubbish")
-    assert queue.external.idle("w1", "b1").valid_ms == 0, "it is to ask again"
+    assert queue.external.idle("w1", "b1").valid_ms == 0, "the worker has to send idle again"
     assert queue.idle() == "b"
     assert queue.state().dead == ["a"]
 
 
-def test_an_active_id_whose_record_is_gone_leaves_when_it_fails(queue: ExternalQueue) -> None:
+def test_an_active_id_without_a_record_is_removed_when_it_fails(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     queue.work()
     queue.redis.hdel(queue.key("jobs"), "a")
@@ -480,8 +480,8 @@ def test_an_active_id_whose_record_is_gone_leaves_when_it_fails(queue: ExternalQ
     assert queue.traces() == {}
 
 
-def test_a_worker_keeps_what_it_was_handed_when_an_older_lease_of_its_lapses(queue: ExternalQueue) -> None:
-    """There may be more leases to look at than one call does."""
+def test_a_worker_keeps_its_job_when_an_older_lease_of_it_lapses(queue: ExternalQueue) -> None:
+    """More leases may have lapsed than one call checks."""
     queue.enqueue("a", "b")
     queue.work()
     queue.redis.delete(queue.key("awaiter:w1"))
@@ -491,7 +491,7 @@ def test_a_worker_keeps_what_it_was_handed_when_an_older_lease_of_its_lapses(que
     assert queue.idle() == "b"
 
 
-def test_a_deleted_queue_leaves_nothing_but_hands_that_expire(queue: ExternalQueue) -> None:
+def test_a_deleted_queue_leaves_only_keys_that_expire(queue: ExternalQueue) -> None:
     queue.enqueue("a", "b")
     queue.work("w1")
     queue.external.progress("w1", "a", 0.5, "")
@@ -520,7 +520,7 @@ def test_a_queue_of_another_mode_has_no_external_workers(redis_url: str) -> None
                 call()
 
 
-def test_what_external_workers_hold_cannot_be_acknowledged_or_dequeued(queue: ExternalQueue) -> None:
+def test_jobs_held_by_external_workers_cannot_be_acknowledged_or_dequeued(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     lease = queue.lease()
     assert lease is not None
@@ -532,7 +532,7 @@ def test_what_external_workers_hold_cannot_be_acknowledged_or_dequeued(queue: Ex
 
 
 @pytest.mark.spec("P22")
-def test_an_add_and_an_assignment_cost_the_same_however_much_waits(queue: ExternalQueue) -> None:
+def test_enqueue_and_assignment_cost_the_same_for_any_number_of_waiting_jobs(queue: ExternalQueue) -> None:
     def commands() -> int:
         stats = queue.redis.info("commandstats")
         return sum(
@@ -567,19 +567,19 @@ def test_the_progress_of_a_finished_job_is_gone(queue: ExternalQueue) -> None:
     assert queue.traces() == {}
 
 
-def test_the_retry_lane_rings_one_more_with_each_call(redis_url: str) -> None:
+def test_the_retry_lane_notifies_one_more_worker_with_each_call(redis_url: str) -> None:
     with external_queue(redis_url, max_retries=0, retry_lane_retries=1, min_backoff_ms=0) as queue:
         queue.enqueue("a")
         queue.work("w1")
         queue.idle("w2")
         queue.idle("w3")
-        heard_by(queue, "b1")
+        subscribe(queue, "b1")
         queue.fail("a")
         queue.promote()
-        assert rings(queue) == ["w2", "w3"], "the first one may have died"
+        assert notified(queue) == ["w2", "w3"], "the first worker may have died"
 
 
-def test_supervisors_hear_of_a_new_external_queue(redis_url: str) -> None:
+def test_a_new_external_queue_is_published_to_supervisors(redis_url: str) -> None:
     with external_queue(redis_url) as queue:
         subscriber = queue.redis.pubsub(ignore_subscribe_messages=True)
         subscriber.psubscribe("*:due")

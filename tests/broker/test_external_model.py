@@ -1,4 +1,4 @@
-"""Mode external against a model of a few lines, in any order of calls; and what the journal tells, after each."""
+"""Mode external against a small model, with random sequences of calls; after each call the journal must replay."""
 
 import random
 from collections.abc import Callable
@@ -13,7 +13,7 @@ from tests.support.drive.limits import pass_hours, stored_limits
 from tests.support.models.journal_replay import Replay
 from tests.support.models.limits import BURST, ModelLimits
 
-# Small, so that a few steps reach what comes after them.
+# Small, so that a few steps exceed them.
 MAX_STALLS, MAX_RETRIES, LANE_RETRIES = 1, 1, 1
 IDS, WORKERS, BRIDGES = "abcd", ("w1", "w2", "w3"), ("b1", "b2")
 SEEDS, STEPS = 8, 500
@@ -21,7 +21,7 @@ SEEDS, STEPS = 8, 500
 
 @dataclass
 class Known:
-    """A job as the model sees it. `place`: its priority, or 10 in the retry lane."""
+    """A job in the model. `place`: its priority, or 10 in the retry lane."""
 
     priority: int
     retries: int = 0
@@ -38,10 +38,10 @@ class Known:
 @dataclass
 class Model:
     jobs: dict[str, Known] = field(default_factory=dict)
-    line: list[str] = field(default_factory=list)  # who waits, in the order within each place
+    line: list[str] = field(default_factory=list)  # waiting ids, in order within each place
     dead: int = 0
     done: int = 0
-    told: dict[str, str] = field(default_factory=dict)  # worker -> bridge, of the idle and the assigned
+    told: dict[str, str] = field(default_factory=dict)  # worker -> bridge, for idle and assigned workers
     ended: dict[str, tuple[str, str]] = field(default_factory=dict)  # worker -> outcome, id
     limits: ModelLimits = field(default_factory=ModelLimits)
 
@@ -49,7 +49,7 @@ class Model:
         return next((job_id for job_id, job in self.jobs.items() if job.owner == worker), None)
 
     def next(self) -> str | None:
-        """The first of the first place; the retry lane comes last."""
+        """The first id of the lowest place; the retry lane comes last."""
         return min(self.line, key=lambda job_id: (self.jobs[job_id].place, self.line.index(job_id)), default=None)
 
     def bring_back(self, job_id: str) -> None:
@@ -78,7 +78,7 @@ class Model:
 
 
 class ExternalMachine:
-    """Each step does the same to the queue and to the model."""
+    """Applies each step to the queue and to the model."""
 
     def __init__(self, url: str, seed: int) -> None:
         self._chance = random.Random(seed)
@@ -94,7 +94,7 @@ class ExternalMachine:
         self.taken: list[str] = []
 
     def run(self) -> list[str]:
-        """The steps it took."""
+        """Returns the steps taken."""
         chance = self._chance
         for _ in range(STEPS):
             worker, job_id, bridge = chance.choice(WORKERS), chance.choice(IDS), chance.choice(BRIDGES)
@@ -117,12 +117,12 @@ class ExternalMachine:
             _, step, arguments = chance.choices(steps, weights)[0]
             self.taken.append(f"{step.__name__}{arguments}")
             step(*arguments)
-            self.the_queue_is_as_the_model_says()
-            self.the_journal_tells_the_same()
+            self.check_queue()
+            self.check_journal()
         return self.taken
 
     def _pair(self, worker: str, job_id: str) -> tuple[str, str]:
-        """Mostly a worker and the job that it holds, so that much happens; else any two."""
+        """Returns mostly a worker and the job it holds, otherwise any pair."""
         held = self.model.held_by(worker)
         return worker, held if held is not None and self._chance.random() < 0.8 else job_id
 
@@ -239,7 +239,7 @@ class ExternalMachine:
         pass_hours(self.queue, hours)
         self.model.limits.refill(hours)
 
-    def the_queue_is_as_the_model_says(self) -> None:
+    def check_queue(self) -> None:
         model, state = self.model, self.queue.state()
         assert state.jobs == set(model.jobs)
         assert state.active == {job_id: job.owner for job_id, job in model.jobs.items() if job.owner}
@@ -258,14 +258,14 @@ class ExternalMachine:
             shown = self.queue.inspector.job(job_id)
             assert (shown["retry_count"], shown["stall_count"]) == (job.retries, job.stalls)
 
-    def the_journal_tells_the_same(self) -> None:
+    def check_journal(self) -> None:
         told = Replay().read_all(self.queue.entries())
         assert set(told.ready) == set(self.model.line)
         assert set(told.active) == {job_id for job_id, job in self.model.jobs.items() if job.owner}
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_any_sequence_of_calls_does_what_the_model_does(redis_url: str, seed: int) -> None:
+def test_any_sequence_of_calls_matches_the_model(redis_url: str, seed: int) -> None:
     machine = ExternalMachine(redis_url, seed)
     try:
         machine.run()
@@ -274,4 +274,6 @@ def test_any_sequence_of_calls_does_what_the_model_does(redis_url: str, seed: in
         raise
     told = {event.verb for event in machine.queue.events()}
     machine.queue.close()
-    assert {"claimed", "done", "retried", "stalled", "returned", "dead", "cancelled"} <= told, "it went everywhere"
+    assert {"claimed", "done", "retried", "stalled", "returned", "dead", "cancelled"} <= told, (
+        "every kind of event occurred"
+    )
