@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from forq.errors import BackPressure, ForqError, RedisUnavailable
-from forq.log_format import choose
+from forq.log_format import choose_format
 from forq.procs.cgroups import Cgroup, Cgroups, Delegation
 from forq.procs.context import Context
 from forq.procs.loop import Loop, Timer
@@ -124,7 +124,7 @@ class Services:
             logs_dir=Path(state.path) / "logs",
             log_max=config.log_max,
             failed_log_max=config.failed_log_max,
-            log_format=choose(config.log_format, 2, os.environ),
+            log_format=choose_format(config.log_format, 2, os.environ),
             log_level=config.log_level,
             redact=config.log_redact,
             redis_dir=None if self.redis is None else state.redis_dir,

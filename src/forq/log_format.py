@@ -38,7 +38,7 @@ class LogFormat(NamedTuple):
         return f"{_local(record['time'], self.date)} {padded} {message}"
 
 
-def choose(setting: str, fd: int, environ: Mapping[str, str]) -> LogFormat:
+def choose_format(setting: str, fd: int, environ: Mapping[str, str]) -> LogFormat:
     """The format for this descriptor."""
     journal = is_journal(fd, environ)
     terminal = _is_terminal(fd)

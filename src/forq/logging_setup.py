@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from forq.log_format import LogFormat, Redaction, choose, iso_time
+from forq.log_format import LogFormat, Redaction, choose_format, iso_time
 from forq.output.forwarding import Forwarder
 
 # At exit, time for a slow reader to take the buffered lines.
@@ -147,7 +147,7 @@ def configure(
 ) -> logging.Handler:
     """Sends all messages of this process and its children to stderr. `blocking`: wait for a slow reader; otherwise
     lines are dropped while stderr is not read (StderrHandler)."""
-    log_format = choose(setting, 2, os.environ)
+    log_format = choose_format(setting, 2, os.environ)
     handler = logging.StreamHandler(sys.stderr) if blocking else StderrHandler()
     handler.setFormatter(LineFormatter(log_format, Redaction(redact)))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.log_format import LogFormat, choose, is_journal, iso_time
+from forq.log_format import LogFormat, choose_format, is_journal, iso_time
 from forq.logging_setup import LineFormatter
 
 RECORD = {
@@ -40,8 +40,8 @@ def test_text_is_one_line_per_line_and_obeys_nothing() -> None:
 
 def test_on_a_terminal_levels_have_colours_unless_somebody_minds() -> None:
     ours, theirs = pty.openpty()
-    assert choose("auto", theirs, {}) == LogFormat(json=False, colour=True, date=False)
-    assert not choose("auto", theirs, {"NO_COLOR": "1"}).colour
+    assert choose_format("auto", theirs, {}) == LogFormat(json=False, colour=True, date=False)
+    assert not choose_format("auto", theirs, {"NO_COLOR": "1"}).colour
     assert "\x1b[33mWARNING\x1b[0m" in LogFormat(json=False, colour=True).render(RECORD)
     os.close(ours)
     os.close(theirs)
@@ -51,12 +51,12 @@ def test_under_the_journal_it_is_json_with_the_priority_in_front(tmp_path: Path)
     with open(tmp_path / "stderr", "w") as file:
         status = os.fstat(file.fileno())
         environ = {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino}"}
-        assert choose("auto", file.fileno(), environ) == LogFormat(json=True, priority=True)
-        assert choose("text", file.fileno(), environ) == LogFormat(json=False, priority=True)
+        assert choose_format("auto", file.fileno(), environ) == LogFormat(json=True, priority=True)
+        assert choose_format("text", file.fileno(), environ) == LogFormat(json=False, priority=True)
         # Somebody has redirected stderr since systemd set the variable.
         other = {"JOURNAL_STREAM": f"{status.st_dev}:{status.st_ino + 1}"}
-        assert choose("auto", file.fileno(), other) == LogFormat(json=False)
-        assert choose("json", file.fileno(), {}) == LogFormat(json=True)
+        assert choose_format("auto", file.fileno(), other) == LogFormat(json=False)
+        assert choose_format("json", file.fileno(), {}) == LogFormat(json=True)
     line = LogFormat(json=True, priority=True).render(RECORD)
     assert line.startswith("<4>{")
     assert json.loads(line[3:]) == RECORD

@@ -66,7 +66,7 @@ class Connection:
         except (RedisError, OSError) as exc:
             # redis-py only disconnects for its own errors.
             self._redis.disconnect()
-            raise _broken(exc) from exc
+            raise _to_os_error(exc) from exc
         self.socket: socket.socket = self._redis._sock
         _set_timeout(self.socket, timeout_seconds)
         self._read = self._redis._parser.read_response
@@ -84,7 +84,7 @@ class Connection:
         try:
             return self._read()
         except RedisError as exc:
-            raise _broken(exc) from exc
+            raise _to_os_error(exc) from exc
 
     def close(self) -> None:
         self._redis.disconnect()
@@ -208,7 +208,7 @@ def _query_sentinel(address: Address, host: str, port: int, name: str) -> tuple[
     except MasterNotFoundError:
         raise ConnectionError("it knows no master with that name, or the master is down") from None
     except (RedisError, OSError) as exc:
-        raise _broken(exc) from exc
+        raise _to_os_error(exc) from exc
     finally:
         pool.disconnect()
     return master
@@ -254,7 +254,7 @@ def _set_timeout(connection: socket.socket, seconds: float) -> None:
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
 
-def _broken(exc: RedisError | OSError) -> OSError:
+def _to_os_error(exc: RedisError | OSError) -> OSError:
     """Maps redis-py's errors to OSError, with one text for all timeouts.
 
     redis-py reports a kernel timeout as "Resource temporarily unavailable"; up to 6.4 its parser raises Python's

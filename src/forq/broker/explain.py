@@ -149,7 +149,7 @@ def _error(error: Any) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class JournalTrace:
+class JournalSearch:
     """The last events about a job in the journal.
 
     `end`: the last event about it; `later`: what happened to it after its death. `whole`: the journal was complete;
@@ -169,14 +169,14 @@ def unknown_job(link: Link, prefix: str, name: str, job_id: str) -> UnknownJob:
     if options[0] is None:
         return error_for(name, [NO_QUEUE])  # type: ignore[return-value]
     epoch, mode, journal, keep_ms, most = ((option or b"").decode() for option in options)
-    trace = last_trace(link, base, check_job_id(job_id), int(epoch), journal_on=journal == "1")
-    advice = _advice(name, int(keep_ms or 0), most) if mode in (WORK, EXTERNAL) else ""
-    if trace.end is None and trace.later is None:
-        return UnknownJob(f"queue {name!r} {_not_found(trace, job_id, advice, name, journal_on=journal == '1')}")
-    return UnknownJob(f"queue {name!r} has no job {job_id!r} any more: {_what_became(trace, advice)}")
+    search = search_journal(link, base, check_job_id(job_id), int(epoch), journal_on=journal == "1")
+    advice = _how_to_keep(name, int(keep_ms or 0), most) if mode in (WORK, EXTERNAL) else ""
+    if search.end is None and search.later is None:
+        return UnknownJob(f"queue {name!r} {_not_found(search, job_id, advice, name, journal_on=journal == '1')}")
+    return UnknownJob(f"queue {name!r} has no job {job_id!r} any more: {_how_it_ended(search, advice)}")
 
 
-def last_trace(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bool) -> JournalTrace:
+def search_journal(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bool) -> JournalSearch:
     """Reads the journal backwards from its end."""
     later: Event | None = None
     expected, since_us = int(link.call("HGET", f"{base}:counts", "journal_sequence") or 0), None
@@ -188,7 +188,7 @@ def last_trace(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bo
             fields = dict(zip(flat[::2], flat[1::2], strict=True))
             entry = _readable(fields)
             if entry is None or entry.epoch != epoch:
-                return JournalTrace(None, later, first == 1 and not gaps and journal_on, since_us)
+                return JournalSearch(None, later, first == 1 and not gaps and journal_on, since_us)
             number, since_us = entry.sequence, entry.time_us
             # Other clients keep writing: the newest entry may be newer than `expected`.
             gaps = gaps or (number < expected if first is None else number != first - 1)
@@ -199,12 +199,12 @@ def last_trace(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bo
                     if event.verb in _FORGOTTEN:
                         later = later or event
                     else:
-                        return JournalTrace(event, _if_same_job(later, event), False, since_us)
+                        return JournalSearch(event, _if_same_job(later, event), False, since_us)
         if len(entries) < count:
-            return JournalTrace(None, later, first == 1 and not gaps and journal_on, since_us)
+            return JournalSearch(None, later, first == 1 and not gaps and journal_on, since_us)
         before, bytes_read, seen = f"({entries[-1][0].decode()}", bytes_read + read, seen + count
         count = max(1, min(MOST_ENTRIES, 4 * count, count * (READ_BYTES // 4) // max(read, 1)))
-    return JournalTrace(None, later, False, since_us)
+    return JournalSearch(None, later, False, since_us)
 
 
 def _readable(fields: dict[bytes, bytes]) -> Entry | None:
@@ -226,27 +226,27 @@ def _if_same_job(later: Event | None, end: Event) -> Event | None:
     return later if later is not None and later.fence == end.fence else None
 
 
-def _not_found(trace: JournalTrace, job_id: str, advice: str, name: str, *, journal_on: bool) -> str:
-    if trace.whole:
+def _not_found(search: JournalSearch, job_id: str, advice: str, name: str, *, journal_on: bool) -> str:
+    if search.whole:
         return f"never had a job {job_id!r}; `forqctl jobs {name}` lists its jobs"
     if not journal_on:
         known = "its journal is off"
-    elif trace.since_us is None:
+    elif search.since_us is None:
         known = "its journal is empty"
     else:
-        known = f"its journal does not mention it since {show_time(trace.since_us / 1e6)}, as far as it was read"
+        known = f"its journal does not mention it since {show_time(search.since_us / 1e6)}, as far as it was read"
     return f"has no job {job_id!r}: it never existed, or has ended{advice}; {known}"
 
 
-def _what_became(trace: JournalTrace, advice: str) -> str:
-    end, later = trace.end, trace.later
+def _how_it_ended(search: JournalSearch, advice: str) -> str:
+    end, later = search.end, search.later
     forgotten = later and _forgotten(later)
     if end is None:
         return f"it failed for good, and {forgotten}"
     when = show_time(end.time_us / 1e6)
     match end.verb:
         case "done":
-            return f"it was done at {when}{_took(end)}{advice}"
+            return f"it was done at {when}{_run_time(end)}{advice}"
         case "released":
             return f"it was released at {when}"
         case "cancelled" if end.fence:
@@ -264,14 +264,14 @@ def _forgotten(later: Event) -> str:
     return f"was {cause} at {show_time(later.time_us / 1e6)}"
 
 
-def _took(end: Event) -> str:
+def _run_time(end: Event) -> str:
     if end.micros is None:
         return ""
     milliseconds = end.micros / 1000
     return f" (it ran for {f'{milliseconds:.1f} ms' if milliseconds < 1000 else f'{milliseconds / 1000:.1f} s'})"
 
 
-def _advice(name: str, keep_ms: int, most: Any) -> str:
+def _how_to_keep(name: str, keep_ms: int, most: Any) -> str:
     if keep_ms:
         return f" and is not kept any more (keep_done = {show_duration(keep_ms / 1000)}, done_max = {most})"
     return f" and is not kept (`forqctl set {name} keep_done=1h` keeps jobs that end after it, with results)"

@@ -149,12 +149,12 @@ class Inspector:
         if stage == "scheduled":
             return self._scheduled_page(limit, int(position))
         if stage == "retry":
-            return self._lane_page(limit, int(position))
+            return self._retry_lane_page(limit, int(position))
         return self._waiting_page(limit, position, follow_with_scheduled=state is None)
 
     def _active_page(self, limit: int, position: str, *, follow_with_waiting: bool) -> Page:
         cursor, flat = self._link.call("HSCAN", f"{self._base}:active", position, "COUNT", limit)
-        jobs = self._named([(job_id, "active") for job_id in flat[::2]])
+        jobs = self._brief_in_state([(job_id, "active") for job_id in flat[::2]])
         if cursor != b"0":
             return Page(jobs, f"active/{cursor.decode()}")
         if follow_with_waiting and len(jobs) < limit:
@@ -185,7 +185,7 @@ class Inspector:
                 command = ("LRANGE", lists[priority], first)
             hints = self._link.call(*command, first + limit - len(jobs) - 1)
             # A job that was cancelled and enqueued again may have two hints.
-            jobs += self._named([(job_id, "waiting") for job_id in dict.fromkeys(hints) if job_id])
+            jobs += self._brief_in_state([(job_id, "waiting") for job_id in dict.fromkeys(hints) if job_id])
             offset = offset + len(hints) if hints else swept[priority] + lengths[priority]
         if priority <= _SUSPECTS:
             return Page(jobs, f"waiting/{priority}.{offset}")
@@ -196,12 +196,12 @@ class Inspector:
 
     def _scheduled_page(self, limit: int, start: int) -> Page:
         ids = self._link.call("ZRANGE", f"{self._base}:scheduled", start, start + limit - 1)
-        jobs = self._named([(job_id, "scheduled") for job_id in ids])
+        jobs = self._brief_in_state([(job_id, "scheduled") for job_id in ids])
         return Page(jobs, f"scheduled/{start + limit}" if len(ids) == limit else None)
 
-    def _lane_page(self, limit: int, start: int) -> Page:
+    def _retry_lane_page(self, limit: int, start: int) -> Page:
         ids = self._link.call("LRANGE", f"{self._base}:retry", start, start + limit - 1)
-        jobs = self._named([(job_id, "retry") for job_id in dict.fromkeys(ids)])
+        jobs = self._brief_in_state([(job_id, "retry") for job_id in dict.fromkeys(ids)])
         return Page(jobs, f"retry/{start + limit}" if len(ids) == limit else None)
 
     def _blocked_page(self, limit: int, start: int) -> Page:
@@ -237,7 +237,7 @@ class Inspector:
         ]
         return Page(jobs, f"dead/{start + limit}" if len(members) == limit else None)
 
-    def _named(self, found: list[tuple[bytes, str]]) -> list[dict[str, str]]:
+    def _brief_in_state(self, found: list[tuple[bytes, str]]) -> list[dict[str, str]]:
         """Drops ids that are in another state by now, and hints without a record."""
         if not found:
             return []

@@ -63,13 +63,13 @@ class Link:
         return self._call(args) if self._cluster is None else self._cluster.call(args, at)
 
     def _call(self, command: tuple[Any, ...]) -> Any:
-        connection = self._ready()
+        connection = self._ready_connection()
         try:
             connection.send(command)
             answer = connection.receive()
         except OSError as exc:
             self.close()
-            raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
+            raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}") from exc
         except BaseException:
             # Interrupted between request and reply: the next call would read this reply.
             self.close()
@@ -85,7 +85,7 @@ class Link:
             return self._cluster.route(base, lambda link: link.run(script, base, *args))
         try:
             answer: list[Any] = self._call(self._command(script, base, *args))
-        except _ScriptMissing:
+        except _LibraryMissing:
             self._load(script)
             answer = self._call(self._command(script, base, *args))
         return answer
@@ -96,14 +96,14 @@ class Link:
             return self._cluster.run_each(script, bases)
         try:
             return self.pipeline([self._command(script, base) for base in bases])
-        except _ScriptMissing:
+        except _LibraryMissing:
             self._load(script)
             return self.pipeline([self._command(script, base) for base in bases])
 
     def load_library(self, script: Script) -> None:
         """Loads the library into every server, for clients whose ACL allows FCALL but not FUNCTION LOAD."""
         for master in self.masters():
-            with suppress(_ScriptKnown, _NotAllowed):
+            with suppress(_LibraryKnown, _NotAllowed):
                 master.call("FUNCTION", "LOAD", script.library)
 
     def library_reloads(self) -> int:
@@ -114,7 +114,7 @@ class Link:
         """Loads the library. If the server refuses (out of memory, no functions, ACL), calls use EVAL for a while."""
         try:
             self.call("FUNCTION", "LOAD", script.library)
-        except _ScriptKnown:
+        except _LibraryKnown:
             pass
         except (BackPressure, _NotAllowed):
             self._eval_until = time.monotonic() + EVAL_SECONDS
@@ -144,7 +144,7 @@ class Link:
         else:
             answers = self.call_batch(*(self._command(script, *call) for call in calls))
         return [
-            self._run_again(script, call) if isinstance(answer, _ScriptMissing | Moved) else answer
+            self._run_again(script, call) if isinstance(answer, _LibraryMissing | Moved) else answer
             for call, answer in zip(calls, answers, strict=True)
         ]
 
@@ -155,7 +155,7 @@ class Link:
         try:
             try:
                 return self._transact(script, calls)
-            except _ScriptMissing:
+            except _LibraryMissing:
                 self._load(script)
                 return self._transact(script, calls)
         except BackPressure:
@@ -209,13 +209,13 @@ class Link:
         return answers
 
     def _exchange(self, commands: Sequence[tuple[Any, ...]], error_type: type[RedisUnavailable]) -> list[Any]:
-        connection = self._ready()
+        connection = self._ready_connection()
         try:
             connection.send_many(commands)
             answers = [connection.receive() for _ in commands]
         except OSError as exc:
             self.close()
-            raise error_type(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
+            raise error_type(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}") from exc
         except BaseException:
             self.close()
             raise
@@ -240,7 +240,7 @@ class Link:
         except BaseException as exc:
             self.close()
             if isinstance(exc, OSError):
-                raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_text(exc)}") from exc
+                raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}") from exc
             raise
         for answer in (marked, acknowledged):
             if isinstance(answer, Exception):
@@ -254,7 +254,7 @@ class Link:
             node.fetch_client_id(at=at)
             self.client_id = node.client_id
             return
-        self._ready()
+        self._ready_connection()
         if self.client_id is None:
             self.client_id = int(self.call("CLIENT", "ID"))
 
@@ -279,7 +279,7 @@ class Link:
         """The URL without its password."""
         return shown_url(self.url)
 
-    def _ready(self) -> "Connection":
+    def _ready_connection(self) -> "Connection":
         connection = self._connection
         if connection is not None and self._pid == os.getpid():
             if time.monotonic() - self._used_at < IDLE_CHECK_SECONDS or not _is_closed(connection):
@@ -288,7 +288,7 @@ class Link:
         try:
             connection = connect(self._address, self.name, self.timeout_seconds)
         except OSError as exc:
-            raise RedisUnavailable(f"cannot reach Redis at {self.shown_url}: {_text(exc)}") from exc
+            raise RedisUnavailable(f"cannot reach Redis at {self.shown_url}: {_reason_of(exc)}") from exc
         self._connection, self._pid = connection, os.getpid()
         return connection
 
@@ -297,9 +297,9 @@ class Link:
 
     def _refusal(self, text: str) -> ForqError:
         if text.startswith("ERR Function not found") or _names_command(text, "FCALL"):
-            return _ScriptMissing(f"Redis at {self.shown_url} lacks a function: {text}")
+            return _LibraryMissing(f"Redis at {self.shown_url} lacks a function: {text}")
         if text.startswith("ERR Library") and text.endswith("already exists"):
-            return _ScriptKnown(text)
+            return _LibraryKnown(text)
         if _names_command(text, "EVAL"):
             self._eval_until = 0.0
             return RedisUnavailable(
@@ -346,11 +346,11 @@ def _is_closed(connection: "Connection") -> bool:
     return bool(poll.poll(0))
 
 
-def _text(exc: Exception) -> str:
+def _reason_of(exc: Exception) -> str:
     return "timed out" if isinstance(exc, BlockingIOError | TimeoutError) else str(exc) or type(exc).__name__
 
 
-class _ScriptMissing(RedisUnavailable):
+class _LibraryMissing(RedisUnavailable):
     """The server lacks the library; the call was not carried out."""
 
 
@@ -358,7 +358,7 @@ class _NotAllowed(ForqError):
     """The ACL does not allow the call, or the server has no functions."""
 
 
-class _ScriptKnown(ForqError):
+class _LibraryKnown(ForqError):
     """The server already has the library."""
 
 

@@ -161,18 +161,18 @@ class ResultWaiter:
 
     def error_of_dead(self, fence: int) -> Any:
         """The error of the job that died in this attempt; None if it is not kept."""
-        shown = self._shown(f"{self.job_id}@{fence}")
+        shown = self._show_dead(f"{self.job_id}@{fence}")
         return None if shown is None else shown["error"]
 
     def error_of_last_dead(self, target: WaitTarget, after: int = 0) -> Any:
         """The error of the last dead job with this id, if it is the target and died in an attempt after `after`."""
-        shown = self._shown(self.job_id)
+        shown = self._show_dead(self.job_id)
         if shown is None or shown["fence"] <= after:
             return None
         other = target.enqueued_ms is not None and round(shown["enqueued_at"] * 1000) != target.enqueued_ms
         return None if other else shown["error"]
 
-    def _shown(self, reference: str) -> dict[str, Any] | None:
+    def _show_dead(self, reference: str) -> dict[str, Any] | None:
         try:
             return self._dead.show(reference)
         except UnknownJob:

@@ -205,17 +205,17 @@ def _print_one(args: Namespace, stats: QueueStats, client: ControlClient | None)
     except (SupervisorUnreachable, TimedOut) as exc:
         if client is not None:
             client.close()
-        _print_lost(args, str(exc))
+        _print_unreachable(args, str(exc))
         return None
     rows = stats.read(status, time.monotonic())
     if args.json:
-        print_json(_document(status, rows))
+        print_json(_as_json(status, rows))
     else:
         _print_block(status, rows)
     return client
 
 
-def _document(status: dict[str, Any], rows: list[QueueRow]) -> dict[str, Any]:
+def _as_json(status: dict[str, Any], rows: list[QueueRow]) -> dict[str, Any]:
     about = {key: status["supervisor"].get(key) for key in ("pid", "version", "uptime_seconds", "redis")}
     return {
         "at": time.time(),
@@ -245,7 +245,7 @@ def _cells(row: QueueRow) -> tuple[object, ...]:
     )
 
 
-def _print_lost(args: Namespace, reason: str) -> None:
+def _print_unreachable(args: Namespace, reason: str) -> None:
     if args.json:
         print_json({"at": time.time(), "reachable": False, "error": reason})
         return

@@ -41,7 +41,7 @@ from forq.progress_line import ProgressLine
 from forq.values import check_queue_name
 
 _ENDS = quoted(*verbs.ENDS)
-_ABOUT_OTHERS = quoted(*verbs.ABOUT_OTHERS)
+_NOT_IN_LIFECYCLE = quoted(*verbs.NOT_IN_LIFECYCLE)
 
 # A claim that finds too many stalls or timeouts buries the job without an attempt. The cause of the last attempt says
 # more than this one.
@@ -67,7 +67,7 @@ from (
     select *, coalesce(sum(if(verb in ({_ENDS}), 1, 0)) over (
       partition by queue, epoch, job order by sequence, position rows between unbounded preceding and 1 preceding
     ), 0) as number
-    from {{events}} where job is not null and verb not in ({_ABOUT_OTHERS})
+    from {{events}} where job is not null and verb not in ({_NOT_IN_LIFECYCLE})
   )
   group by queue, epoch, job, number
 ) as life

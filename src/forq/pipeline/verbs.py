@@ -111,14 +111,14 @@ ARCHIVE_ENDS: Final = ("revived", "discarded", "forgotten")
 READY_AT_ONCE: Final = ("enqueued", "unblocked", "returned", "retried", "revived")
 # Verbs that end a lifecycle.
 ENDS: Final = journal.ENDS
-ENDED_WELL: Final = ("done", "released")
+SUCCEEDED: Final = ("done", "released")
 FAILED: Final = ("retried", "dead", "stalled", "timed_out")
 # Ends of a run without a run time from the worker.
 CUT_SHORT: Final = (*LOSSES, "cancelled")
 # Verbs that can follow a claim. `returned` directly after it: the job was returned unstarted.
 AFTER_CLAIM: Final = ("done", "released", "retried", "dead", *CUT_SHORT, "returned")
 # Verbs about a blocked job, a dead job or a queue, which are not part of a lifecycle.
-ABOUT_OTHERS: Final = tuple(sorted(journal.VERBS - set(LIFECYCLE)))
+NOT_IN_LIFECYCLE: Final = tuple(sorted(journal.VERBS - set(LIFECYCLE)))
 
 
 def pairs() -> frozenset[str]:

@@ -15,7 +15,7 @@ from pyspark.sql import functions as F
 
 from forq.errors import UsageError
 from forq.pipeline.report import queries as sql
-from forq.pipeline.verbs import ENDED_WELL, FAILED
+from forq.pipeline.verbs import FAILED, SUCCEEDED
 from forq.values import parse_duration, shown
 
 SECOND = 1_000_000
@@ -354,7 +354,7 @@ class _FiguresReader:
             cell = f"div(ended_us % {self._heat.row_us}, {self._heat.cell_us})"
         text = f"""
             select {row} as row, {cell} as cell, count(*) as ended, count_if(verb in ({sql.FAILED})) as failed
-            from report_attempts where verb in ({sql.ENDED_WELL}, {sql.FAILED}) group by row, cell
+            from report_attempts where verb in ({sql.SUCCEEDED}, {sql.FAILED}) group by row, cell
         """
         return {(row.row, row.cell): (row.ended, row.failed) for row in self._sql(text).collect()}
 
@@ -371,7 +371,7 @@ class _FiguresReader:
 
 def _size(verbs: dict[str, int]) -> int:
     """Sort key for the busiest queues: ended attempts, then enqueued jobs."""
-    ends = sum(verbs.get(verb, 0) for verb in (*ENDED_WELL, *FAILED))
+    ends = sum(verbs.get(verb, 0) for verb in (*SUCCEEDED, *FAILED))
     return 1_000_000 * ends + verbs.get("enqueued", 0)
 
 

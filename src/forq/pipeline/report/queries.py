@@ -10,7 +10,7 @@ MAX_CAUSES = 25
 MAX_JOBS_LISTED = 15
 
 AFTER_CLAIM = quoted(*verbs.AFTER_CLAIM)
-ENDED_WELL, FAILED = quoted(*verbs.ENDED_WELL), quoted(*verbs.FAILED)
+SUCCEEDED, FAILED = quoted(*verbs.SUCCEEDED), quoted(*verbs.FAILED)
 
 # `ready_us`: time of the event that made the job ready, or its due time. `promoted` counts only if the event before it
 # is not in the report's period. A worker runs the jobs that it settles in one entry one after the other: `until_us` is
@@ -81,8 +81,8 @@ TIMES_OF_QUEUES = f"select queue, sum(run_us) as busy_us, {PERCENTILES} from rep
 
 SERIES = f"""
 select name, div(unix_micros(time) - {{origin_us}}, {{step_us}}) as bucket,
-  count_if(verb = 'enqueued') as enqueued, count_if(verb in ({ENDED_WELL})) as done
-from report_events where verb in ('enqueued', {ENDED_WELL}) group by name, bucket
+  count_if(verb = 'enqueued') as enqueued, count_if(verb in ({SUCCEEDED})) as done
+from report_events where verb in ('enqueued', {SUCCEEDED}) group by name, bucket
 """
 
 # Per bucket: `net` is the change in running jobs from its begin to its end, `area` the running time added by runs that
