@@ -9,7 +9,7 @@ SPARK := $(VENV)/.spark
 STATE_DIR ?= .state
 CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 
-# Tests start some thousand processes of Python, and each would compile all modules anew.
+# Tests start thousands of Python processes, and each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
 # The real folders: ruff skips the two symbolic links in src/forq.
@@ -21,7 +21,7 @@ SOURCES := src supervisor workers tests etc benchmarks
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
 
-setup: $(READY) ## make .venv with forq; quick when nothing changed
+setup: $(READY) ## create .venv with forq; quick if nothing changed
 
 $(READY): setup.cfg setup.py pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { \
@@ -37,7 +37,7 @@ $(READY): setup.cfg setup.py pyproject.toml
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
 
-tools: $(TOOLS) ## and with what tests need
+tools: $(TOOLS) ## add the test tools to .venv
 
 $(TOOLS): $(READY)
 	@echo 'make: installing the test tools into $(VENV) (once, half a minute)'
@@ -61,17 +61,17 @@ demo: setup ## a guided tour of about two minutes: kill -9, daemons, timeouts, r
 	@$(if $(findstring --no-audit,$(ARGS)),,$(MAKE) --no-print-directory $(SPARK) || echo 'make: the tour goes on without Spark' >&2)
 	@$(BIN)/python etc/demo/tour.py $(ARGS)
 
-reference: tools $(SPARK) settings ## write man pages, completion and docs/reference anew, from the declarations of commands and the settings
+reference: tools $(SPARK) settings ## generate man pages, completion and docs/reference from the declared commands and settings
 	$(BIN)/python etc/reference.py
 
-settings: setup ## write etc/forq.toml and docs/reference/settings.md anew, from the table of settings
+settings: setup ## generate etc/forq.toml and docs/reference/settings.md from the table of settings
 	$(BIN)/python etc/write_settings.py
 
 # Side by side, since most tests wait for processes.
-test: tools ## everything but Spark: what must pass before a commit (7 minutes on two cores)
+test: tools ## everything but Spark; must pass before a commit (7 minutes on two cores)
 	@$(MAKE) --no-print-directory -j3 unit-apart unit-forking checks
 
-test-all: tools $(SPARK) ## the same with more examples, and Spark, and the broker on Redis 7.0 and on redis-py 6.4: what CI runs (18 minutes)
+test-all: tools $(SPARK) ## the same with more examples, Spark, Redis 7.0 and redis-py 6.4; run by CI (18 minutes)
 	@FORQ_TEST_THOROUGH=1 $(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory spark
 	@$(MAKE) --no-print-directory redis-old
@@ -93,16 +93,16 @@ ON_SPARK := (^|/)pipeline/
 types: tools ## mypy --strict
 	$(BIN)/mypy $(if $(wildcard $(SPARK)),,--exclude '$(ON_SPARK)')
 
-imports: tools ## which folder may import which
+imports: tools ## check the import contracts
 	$(BIN)/lint-imports
 
 HELD_BACK := tests/support/drive/held_back.sh
-# Tests mostly wait for processes: one run more than there are cores keeps the machine busy.
+# Tests mostly wait for processes: one more pytest worker than cores keeps the machine busy.
 WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
-# These fork in the process of the test, and a run of pytest-xdist has threads, whose locks a fork may find taken.
+# These fork in the test's own process. pytest-xdist has threads, whose locks could be held at the fork.
 FORKING := tests/supervisor tests/workers tests/services tests/procs tests/output tests/ctl
 
-unit: tools ## pytest, without Spark and the slow suites (WORKERS=n: how many runs side by side)
+unit: tools ## pytest, without Spark and the slow suites (WORKERS=n: pytest workers in parallel)
 	@$(MAKE) --no-print-directory -j2 unit-apart unit-forking
 
 unit-apart: tools
@@ -118,14 +118,14 @@ kills: tools ## KILLS=1000 kill -9s at random moments over JOBS=50000 jobs (SEED
 	FORQ_TEST_KILLS=$(or $(KILLS),1000) FORQ_TEST_JOBS=$(or $(JOBS),50000) FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_random_kills.py -k under_random_kills
 
-chaos: tools $(SPARK) ## SECONDS=60 of every fault at once on two supervisors, then nothing is lost, doubled or left (SEED=n, FAULTS=a,b, ARGS=--no-audit)
+chaos: tools $(SPARK) ## SECONDS=60 of every fault at once on two supervisors: nothing is lost, doubled or left (SEED=n, FAULTS=a,b, ARGS=--no-audit)
 	$(BIN)/python -m tests.chaos.run --seed $(or $(SEED),$(shell $(PYTHON) -c 'import random; print(random.randrange(1, 10**6))')) \
 	  --seconds $(or $(SECONDS),60) --faults '$(FAULTS)' $(ARGS)
 
-partition: tools ## an 18 s partition on real TCP amid a 25 s job, two supervisors: it runs once (needs root, for network namespaces)
+partition: tools ## an 18 s network partition during a 25 s job, two supervisors: it runs once (needs root, for network namespaces)
 	$(BIN)/pytest -s --timeout 300 tests/end_to_end/test_late_requests.py -k partition
 
-redis-old: tools ## the broker's tests and the end-to-end smoke on Redis 7.0, the oldest one that forq works with
+redis-old: tools ## the broker's tests and end-to-end smoke tests on Redis 7.0, the oldest supported version
 	@server=$$(tests/support/drive/redis70.sh $(VENV)/redis-7.0) || exit 0; \
 	echo "make: on $$($$server --version)"; \
 	FORQ_TEST_SERVER=$$server $(BIN)/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal tests/broker tests/bridge \
@@ -135,7 +135,7 @@ redis-old: tools ## the broker's tests and the end-to-end smoke on Redis 7.0, th
 OLD_CLIENT := $(VENV)/redis-py-6.4
 REDIS_PY_TESTS := tests/broker/test_redis_py.py tests/broker/test_connection.py tests/broker/test_faults.py tests/end_to_end/test_first_steps.py
 
-redis-py-old: tools ## connections and the end-to-end smoke on redis-py 6.4, the oldest one that forq works with, with hiredis and without
+redis-py-old: tools ## connection and end-to-end smoke tests on redis-py 6.4, the oldest supported version, with and without hiredis
 	@test -x $(OLD_CLIENT)/bin/pytest || { $(PYTHON) -m venv $(OLD_CLIENT) && \
 	  $(OLD_CLIENT)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 'redis==6.4.0'; }
 	@$(OLD_CLIENT)/bin/python -m pip install --quiet --disable-pip-version-check 'hiredis>=3'
@@ -143,7 +143,7 @@ redis-py-old: tools ## connections and the end-to-end smoke on redis-py 6.4, the
 	@$(OLD_CLIENT)/bin/python -m pip uninstall --quiet --yes hiredis
 	$(OLD_CLIENT)/bin/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal $(REDIS_PY_TESTS)
 
-mutants: tools ## take every guard out of the Lua library: some test must fail
+mutants: tools ## remove each guard of the Lua library in turn: some test must fail
 	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py
 
 trees: tools ## daemonising handlers, 20 times each: delete, shutdown and kill -9 leave no process
@@ -153,7 +153,7 @@ fire: tools ## 50,000 dispatches of 100 ids and 10,000 permanent failures while 
 	FORQ_TEST_DISPATCHES=50000 FORQ_TEST_FAILURES=10000 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_singletons_under_kills.py
 
-releases: tools ## 1,000 awaiters, 20,000 releases while processes are killed, 10,000 items that grow too old (SEED=n)
+releases: tools ## 1,000 awaiters, 20,000 releases while processes are killed, 10,000 items that expire (SEED=n)
 	FORQ_TEST_AWAITED=1000 FORQ_TEST_RELEASES=20000 FORQ_TEST_AGING=10000 FORQ_TEST_LATE=0.2 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_releases.py
 
@@ -165,7 +165,7 @@ ticks: tools ## a tick per second for 120 s over three supervisors that are kill
 	FORQ_TEST_TICKS_SECONDS=120 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_schedules.py -k killed_and_frozen
 
-limits: tools ## 50 jobs per second for 20 s over two supervisors: the rate, the burst, what waiting costs
+limits: tools ## 50 jobs per second for 20 s over two supervisors: the rate, the burst, the cost of waiting
 	FORQ_TEST_RATE_SECONDS=20 $(BIN)/pytest -s --timeout 300 tests/end_to_end/test_limits.py
 
 delayed: tools ## 100,000 delayed jobs over 60 s, for idle and for busy workers, and in bursts: none early, 20 ms (SEED=n)
@@ -182,13 +182,13 @@ fuzz: tools ## a million inputs for the control socket and for a bridge, and 10,
 	FORQ_TEST_FUZZ=$(or $(N),1000000) FORQ_TEST_FUZZ_CONNECTIONS=10000 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 7200 tests/end_to_end/test_fuzz.py
 
-flood: tools ## a gigabyte of output from one handler, raw and printed, while others go on
+flood: tools ## a gigabyte of output from one handler, raw and printed, while others keep running
 	FORQ_TEST_FLOOD_MB=1000 $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_logs.py -k flood
 
-isolation: tools ## a fork bomb, a leak and a gigabyte of output in one queue, three times; what its neighbour feels
+isolation: tools ## a fork bomb, a leak and a gigabyte of output in one queue, three times: the effect on another queue
 	FORQ_TEST_ISOLATION_ROUNDS=3 FORQ_TEST_FLOOD_MB=1000 $(BIN)/pytest -s --timeout 900 tests/end_to_end/test_isolation.py
 
-exits: tools ## every exit code and every signal from a handler, three times each; what its neighbour and the supervisor feel
+exits: tools ## every exit code and signal from a handler, three times each: the effect on another queue and the supervisor
 	FORQ_TEST_EXITS=3 $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_exit_codes.py -k no_exit_code
 
 cluster: tools $(SPARK) ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
@@ -201,7 +201,7 @@ redis-cluster: tools ## forq on a real Redis Cluster, with sentinels, replicas a
 bench: tools ## forq against RQ, Celery, Dramatiq, Huey, arq, Taskiq, BullMQ and Sidekiq: tables and a chart in benchmarks/.results
 	$(BIN)/python benchmarks/compare.py
 
-bench-quick: tools ## the same with few jobs and one round, in less than 5 minutes (and the time to fetch the peers, once)
+bench-quick: tools ## the same with few jobs and one round, in less than 5 minutes (plus the time to download the peers, once)
 	$(BIN)/python benchmarks/compare.py --quick
 
 bench-tables: tools ## put the tables and the chart of the last `make bench` into docs/design/performance.md and the README
@@ -218,7 +218,7 @@ bench-prototype: tools ## the limit of one Python consumer: a bare loop without 
 bench-drain: tools ## drain rate of one worker process against RQ, Huey and Dramatiq
 	$(BIN)/python benchmarks/drain.py
 
-bench-layouts: tools ## where to keep a job's record: four layouts side by side
+bench-layouts: tools ## four layouts of job records in Redis, compared
 	$(BIN)/python benchmarks/layouts.py
 
 bench-backlog: tools ## cost of enqueue and claim at 10, 10k and 1M waiting
@@ -230,27 +230,27 @@ bench-idle: tools ## CPU, Redis commands and memory of 50 idle queues
 workload: tools ## 150 workers in 11 queues, jobs from 1 ms to 20 s, 20 kills, against a simulation without overhead (SEED=n)
 	$(BIN)/python benchmarks/workload.py --seed $(or $(SEED),1)
 
-bench-metrics: tools ## what metrics cost a no-op job, and a scrape of 1,000 queues
+bench-metrics: tools ## the cost of metrics per no-op job, and of a scrape of 1,000 queues
 	$(BIN)/python benchmarks/metrics.py
 
-bench-pipeline: tools $(SPARK) ## a million events: ingest with a driver that is killed, audit, sink; and what the journal costs
+bench-pipeline: tools $(SPARK) ## a million events: ingest with a driver that is killed, audit, sink; and the cost of the journal
 	$(BIN)/python benchmarks/pipeline.py
 
 bench-exec: tools ## jobs through one Node.js process: an exec: handler against BullMQ (needs node and npm)
 	$(BIN)/python benchmarks/exec_node.py
 
-spec-report: tools $(SPARK) ## pytest, and which test shows which behaviour of docs/design/spec.md
+spec-report: tools $(SPARK) ## pytest, and a list of the tests for each behaviour of docs/design/spec.md
 	$(BIN)/pytest -q -m 'not slow' --spec-report
 
-fault-report: tools $(SPARK) ## the tests of docs/design/faults.md, and which of them shows which row
+fault-report: tools $(SPARK) ## the tests of docs/design/faults.md, listed by fault
 	$(BIN)/pytest -q -m 'fault and not slow' --fault-report
 
 wheel: tools ## build the wheel, install it in a clean venv, run a job there
 	PYTHON=$(BIN)/python tests/support/drive/wheel_smoke.sh
 
-format: tools ## let ruff rewrite what it can
+format: tools ## format and fix the code with ruff
 	$(BIN)/ruff check --fix $(SOURCES)
 	$(BIN)/ruff format $(SOURCES)
 
-clean: ## remove what was built, but not .venv and .state
+clean: ## remove build products and caches, but not .venv and .state
 	rm -rf build dist src/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache
