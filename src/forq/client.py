@@ -1,4 +1,4 @@
-"""The Python API: a producer's and an operator's view of the queues. It needs Redis, but no supervisor.
+"""The Python API for producers and operators. It needs Redis, but no supervisor.
 
 1. Client and Queue are the calls.
 2. _ResultWait implements Queue.wait, _ReleaseRequest the calls that take items from a queue of a release mode.

@@ -51,7 +51,7 @@ def faults_of_queue(queue: dict[str, Any]) -> list[Fault]:
         if queue["waiting"]:
             faults.append(Fault("unserved", f"is unserved with {queue['waiting']} jobs waiting", name))
     elif state not in HEALTHY_STATES:
-        # During a restart or replacement the old process ends first.
+        # During a restart the old process ends first, so the queue is stopped for a moment.
         check = "ending" if state == "stopped" and any(child["pid"] for child in children) else "state"
         why = queue.get("reason")
         faults.append(Fault(check, f"is {state}" + (f": {why}" if why else ""), name, f"queue {name} is {state}"))

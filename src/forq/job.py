@@ -1,4 +1,4 @@
-"""A job as its handler sees it, new job ids, the trace context of a job, and the payload of a job_assignment."""
+"""The job argument of handlers, new job ids, the trace context of a job, and the payload of a job_assignment."""
 
 import os
 import random

@@ -25,7 +25,7 @@ def state_dir() -> str:
 
 
 def control_socket() -> str:
-    """The first candidate that exists, else the last one."""
+    """The first candidate that exists; if none does, the last one."""
     candidates = control_socket_candidates()
     return next((path for path in candidates if os.path.lexists(path)), candidates[-1])
 

@@ -145,7 +145,8 @@ def test_recover_pushes_each_job_unchanged_with_its_own_token(fake: FakeSupervis
         + log_line("c", fence=None, cause="deleted")
     )
     fake.answers["recover"] = known_none
-    assert forqctl(fake, "recover", "log", cwd=tmp_path) == (0, "recovered 4, already there 0, left 0, broken 0\n", "")
+    summary = "recovered 4, already there 0, skipped 0, broken 0\n"
+    assert forqctl(fake, "recover", "log", cwd=tmp_path) == (0, summary, "")
     ((_, params),) = fake.calls
     tokens = [job.pop("token") for job in params["jobs"]]
     assert params["jobs"] == [
@@ -172,7 +173,7 @@ def test_recover_counts_existing_jobs_and_reports_invalid_lines(fake: FakeSuperv
     ]
     stdin = log_line("a") + b"".join(bad) + log_line("e", data="x" * 3_000_000) + log_line("f")
     code, out, err = forqctl(fake, "recover", "-", stdin=stdin)
-    assert (code, out) == (1, "recovered 1, already there 1, left 0, broken 6\n")
+    assert (code, out) == (1, "recovered 1, already there 1, skipped 0, broken 6\n")
     assert [line.split(": ")[2] for line in err.splitlines()] == [f"line {number}" for number in range(2, 8)]
     assert [job["id"] for job in fake.calls[0][1]["jobs"]] == ["a", "f"]
 
@@ -196,7 +197,7 @@ def test_recover_sends_chunks_per_queue_or_all_to_the_given_queue(fake: FakeSupe
 def test_recover_dry_run_pushes_nothing_and_needs_no_supervisor() -> None:
     stdin = log_line("a") + b"rubbish\n"
     code, out, err = forqctl(None, "recover", "-", "--dry-run", stdin=stdin)
-    assert (code, out) == (1, "would push 1, already there 0, left 0, broken 1\n")
+    assert (code, out) == (1, "would push 1, already there 0, skipped 0, broken 1\n")
     assert "stdin: line 2: not JSON" in err
 
 
@@ -219,19 +220,19 @@ def test_recover_isolates_a_job_that_its_queue_rejects(fake: FakeSupervisor) -> 
     fake.answers["recover"] = push
     stdin = log_line("a") + log_line("b", data="x" * 20) + log_line("c")
     code, out, err = forqctl(fake, "recover", "-", stdin=stdin)
-    assert (code, out) == (1, "recovered 2, already there 0, left 0, broken 1\n")
+    assert (code, out) == (1, "recovered 2, already there 0, skipped 0, broken 1\n")
     assert err == "forqctl: stdin: line 2: larger than max_data\n"
 
 
 def test_recover_reports_skipped_lines_and_the_next_step(fake: FakeSupervisor) -> None:
     fake.answers["recover"] = {"recovered": 1, "known": 0, "left": [1]}
     code, out, err = forqctl(fake, "recover", "-", stdin=b"\n" + log_line("a") + log_line("a", fence=8))
-    assert (code, out) == (1, "recovered 1, already there 0, left 1, broken 0\n")
+    assert (code, out) == (1, "recovered 1, already there 0, skipped 1, broken 0\n")
     assert err.splitlines() == [
-        "forqctl: stdin: line 3: left: job a of queue q is live",
-        "forqctl: lines left: 1; run the command again when the live jobs with their ids have ended",
+        "forqctl: stdin: line 3: skipped: job a of queue q is live",
+        "forqctl: lines skipped: 1; run the command again when the live jobs with their ids have ended",
     ]
     fake.answers["recover"] = lambda params: {"recovered": 0, "known": 0, "left": [*range(len(params["jobs"]))]}
     code, out, err = forqctl(fake, "recover", "-", stdin=b"".join(log_line(f"j{n}") for n in range(700)))
-    assert (code, out) == (1, "recovered 0, already there 0, left 700, broken 0\n")
+    assert (code, out) == (1, "recovered 0, already there 0, skipped 700, broken 0\n")
     assert len(err.splitlines()) == 11, "only the first of many are listed"

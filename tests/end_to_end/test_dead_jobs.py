@@ -94,18 +94,18 @@ def test_permanent_failures_are_logged_and_recover_enqueues_each_once(forq: Forq
     wait_until(lambda: [line["id"] for line in logged(forq, "logged")] == ["x", "y"], seconds=10)
     forq.ctl("push", "logged", "1", "--id", "y")
     file = str(log_of(forq, "logged"))
-    assert forq.ctl("recover", file, "--dry-run") == "would push 2, already there 0, left 0, broken 0"
+    assert forq.ctl("recover", file, "--dry-run") == "would push 2, already there 0, skipped 0, broken 0"
     first = forq.run_ctl("recover", file)
-    assert (first.returncode, first.stdout) == (1, "recovered 1, already there 0, left 1, broken 0\n")
-    assert "line 2: left: job y of queue logged is live" in first.stderr
+    assert (first.returncode, first.stdout) == (1, "recovered 1, already there 0, skipped 1, broken 0\n")
+    assert "line 2: skipped: job y of queue logged is live" in first.stderr
     job = json.loads(forq.ctl("job", "logged", "x", "--json"))
     assert (job["data"], job["identifier"], job["priority"]) == ({"n": "x"}, "name of x", 3)
     forq.ctl("resume", "logged")
     wait_until(lambda: {t.job for t in forq.traces("end") if t.queue == "logged"} == {"x", "y"})
     forq.ctl("drain", "logged")
-    assert forq.ctl("recover", file) == "recovered 1, already there 1, left 0, broken 0"
+    assert forq.ctl("recover", file) == "recovered 1, already there 1, skipped 0, broken 0"
     forq.ctl("drain", "logged")
-    assert forq.ctl("recover", file) == "recovered 0, already there 2, left 0, broken 0"
+    assert forq.ctl("recover", file) == "recovered 0, already there 2, skipped 0, broken 0"
     assert forq.queue_status("logged")["done"] == 3
 
 
@@ -118,7 +118,7 @@ def test_each_log_line_of_an_id_that_died_several_times_can_be_recovered(forq: F
     file = str(log_of(forq, "again"))
     for known in range(3):
         ran = forq.run_ctl("recover", file)
-        assert ran.stdout == f"recovered 1, already there {known}, left {2 - known}, broken 0\n"
+        assert ran.stdout == f"recovered 1, already there {known}, skipped {2 - known}, broken 0\n"
         forq.ctl("resume", "again")
         forq.ctl("drain", "again")
         forq.ctl("pause", "again")
@@ -134,7 +134,7 @@ def test_recover_accepts_lines_that_delete_wrote(forq: Forq) -> None:
     assert refused.returncode == 4
     assert "'moved'" in refused.stderr
     forq.create("moved", "record")
-    assert forq.ctl("recover", str(log_of(forq, "moved"))) == "recovered 1, already there 0, left 0, broken 0"
+    assert forq.ctl("recover", str(log_of(forq, "moved"))) == "recovered 1, already there 0, skipped 0, broken 0"
     wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id])
 
 

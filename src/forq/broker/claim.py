@@ -1,4 +1,4 @@
-"""A worker's calls to its queue: join, settle and claim in turns, wait, report progress, leave."""
+"""A worker's calls about its queue: join, turn (settle and claim), wait, report progress, leave."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +10,8 @@ from forq.broker.scripts import script
 from forq.errors import ForqError
 from forq.version import PROTOCOL
 
-# How long a blocking call waits. Over a network this is how a worker notices that the server vanished silently. A Unix
-# socket closes with its server, so the limit there only covers unknown failures.
+# How long a blocking call waits. Over a network, a worker notices by this limit that the server is gone. A Unix socket
+# closes with its server, so the limit there only covers unknown failures.
 BLOCK_SECONDS = 10
 LOCAL_BLOCK_SECONDS = 30
 # A reply may be this late before the connection counts as dead: the server checks timeouts every 100 ms.

@@ -1,4 +1,4 @@
-"""Connections to one Redis server, made of redis-py's connection classes; and the search for a master by sentinels.
+"""Connections to one Redis server, based on redis-py's connection classes; and the discovery of a master by sentinels.
 
 1. `send` and `receive` use the socket and redis-py's parser directly. A broken connection stays broken: redis-py would
    reconnect silently, and its retries would repeat a BLMOVE or an enqueue whose reply was lost.
@@ -34,7 +34,7 @@ KEEPALIVE = {socket.TCP_KEEPIDLE: 10, socket.TCP_KEEPINTVL: 3, socket.TCP_KEEPCN
 # Per sentinel, tried one after another: one that does not reply must not use up the time of all.
 SENTINEL_TIMEOUT_SECONDS = 1.0
 
-# Shared, because each connection would otherwise create its own: 0.1 MB per process.
+# Shared: otherwise each connection would create its own, 0.1 MB per process.
 _events = EventDispatcher()
 _TIMEVAL = struct.Struct("ll")
 # Do not send redis-py's version: newer releases read it from package metadata for each connection.

@@ -36,7 +36,7 @@ class DeadPage:
 
 @dataclass(frozen=True, slots=True)
 class DeadChunk:
-    """The result of one step of a walk through all dead jobs; `next` is its cursor (None: finished)."""
+    """The result of one step of a walk through all dead jobs. `next`: the cursor for the next step (None: finished)."""
 
     done: int
     refused: int

@@ -65,7 +65,7 @@ def new_job(
 
 
 def plain_jobs(every_data: Iterable[Any]) -> Iterator[NewJob]:
-    """Jobs with data alone. All get the trace of this call."""
+    """Jobs with data only. All get the trace context of this call."""
     trace = current_trace()
     for data in every_data:
         yield NewJob(new_id(), DEFAULT_PRIORITY, pack_body(data, None, None, trace), "", "")
@@ -221,7 +221,7 @@ class Producer:
 
 
 class PartlyStored(ForqError):
-    """A bulk enqueue failed half way: `stored` holds the ids in the queue, `__cause__` the error."""
+    """A bulk enqueue failed halfway: `stored` has the ids of the stored jobs, `__cause__` the error."""
 
     code = "partly_stored"
 

@@ -1,4 +1,4 @@
-"""Calls to Redis on one connection, with forq's errors; and the check whether a server is suitable.
+"""Calls to Redis on one connection, with forq's errors; and the check that a server can be used.
 
 1. Every call is sent once. A lost reply raises OutcomeUnknown and the caller decides: a retry here could repeat an
    enqueue or a BLMOVE.

@@ -96,7 +96,7 @@ class Registry:
 
         Options that are fixed for a queue of this mode are only compared if it exists (QueueExists).
         `fail_options`: also creates a fail queue with these options.
-        `reopening`: UnknownQueue if the queue was deleted; creates it if its data was lost.
+        `reopening`: UnknownQueue if the queue was deleted; it is created again if its data was lost.
         `joining`: UnknownQueue unless the queue exists.
 
         The registry entry comes first: after a crash the next create completes it, or `repair` removes it. If the queue

@@ -300,7 +300,7 @@ class Ticker:
             identifiers = [f"{due.key} {show_tick(rule, tick_ms)}" for tick_ms in planned.ticks]
         except ForqError:
             raise
-        except Exception as exc:  # a rule of another release must not end the process that keeps all timers
+        except Exception as exc:  # a rule of another release must not crash pulse, which has all timers
             raise InvalidData(f"broken schedule definition: {type(exc).__name__}: {exc}") from exc
         args: list[Any] = ["" if planned.next_ms is None else planned.next_ms, planned.missed]
         for tick_ms, identifier in zip(planned.ticks, identifiers, strict=True):

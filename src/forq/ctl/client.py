@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from forq.ctl.output import WaitReport
 
 DEFAULT_TIMEOUT_SECONDS = 30.0
-# Larger than a request: an answer may contain a job's data, which is almost as long as a request, with escapes.
+# Larger than a request: an answer may contain a job's data, which escapes may have made longer.
 MAX_ANSWER_BYTES = 16 << 20
 RETRY_CONNECT_SECONDS = 0.02
 # Interval of status requests while another request is pending.

@@ -50,7 +50,7 @@ ALL_EXIT_CODES = {
 
 
 class Argument:
-    """One argument: its names and the keywords of argparse's add_argument."""
+    """One argument: its names, and the keywords for argparse's add_argument."""
 
     __slots__ = ("completes", "keywords", "names")
 

@@ -1,4 +1,4 @@
-"""The command line of `forq pipeline`. Works without Spark as far as the list of commands."""
+"""The command line of `forq pipeline`. Without Spark it only lists the commands."""
 
 import argparse
 import os

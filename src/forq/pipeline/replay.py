@@ -43,8 +43,8 @@ from forq.values import check_queue_name
 _ENDS = quoted(*verbs.ENDS)
 _NOT_IN_LIFECYCLE = quoted(*verbs.NOT_IN_LIFECYCLE)
 
-# A claim that finds too many stalls or timeouts buries the job without an attempt. The cause of the last attempt says
-# more than this one.
+# A claim that finds too many stalls or timeouts buries the job without an attempt. The cause of its last attempt is
+# more useful.
 _BY_CLAIM = "verb = 'dead' and micros is null and cause in ('StallError', 'TimeoutError')"
 
 _LIFECYCLES = f"""

@@ -20,7 +20,7 @@ from forq.errors import ConfigError
 MIN_JAVA_VERSION = 17
 _UNKNOWN_MODULE = "--add-modules=jdk.incubator.vector"
 _VERSION = re.compile(r'version "(\d+)')
-# C1 only: cuts a third of the start, which is most of a short run.
+# Only the C1 compiler: startup, which is most of a short run, takes a third less.
 _QUICK_START = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
 _JAVA_OPTIONS = "spark.driver.extraJavaOptions"
 _LOGGING = f"-Dlog4j2.configurationFile=file:{Path(__file__).with_name('log4j2.properties')}"

@@ -1,9 +1,9 @@
 """Writes rows of a DataFrame as jobs: columns queue and data, optional id, identifier, run_at, priority, type, token.
 
-1. Each row has a token: its own, else one of run and job id, else one of run, partition and row number. So a task that
-   Spark repeats, or a write repeated with the same `run`, stores nothing twice while the queue remembers tokens
+1. Each row has a token: its own, else one made of run and job id, else one of run, partition and row number. So a task
+   that Spark repeats, or a write repeated with the same `run`, stores nothing twice while the queue remembers tokens
    (dedup_ttl), even if a job has ended meanwhile. Of several rows of a run with the same id, one is stored.
-2. `run` is new for each write by default. For a stream it is the query's id and the batch number, so a query that
+2. By default each write has a new `run`. For a stream it is the query's id and the batch number, so a query that
    continues from its checkpoint can repeat a batch safely.
 3. While Redis is down or full, a task waits for up to `patience`.
 4. A row that cannot be stored ends the write with an error that names it. Rows stored before stay.
@@ -208,7 +208,7 @@ class _Chunks:
 
     def _place(self, chunk: _Chunk, exc: ForqError) -> str:
         if isinstance(exc, InvalidData):
-            # A row is too large for the queue. The script does not say which; the largest one is.
+            # A row is too large for the queue. The script does not report which: it is the largest.
             at = max(range(len(chunk.jobs)), key=lambda index: len(chunk.jobs[index].body))
             return f"row {chunk.numbers[at]} of partition {self._partition} (id {shown(chunk.jobs[at].id)})"
         return f"rows {chunk.numbers[0]} to {chunk.numbers[-1]} of partition {self._partition}"

@@ -51,7 +51,7 @@ class ForqSource(DataSource):
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
         if self._options.what == "jobs":
-            raise UsageError("jobs can be read only as a batch: use spark.read, or what=events for a stream")
+            raise UsageError("jobs can only be read as a batch: use spark.read, or what=events for a stream")
         _check_schema(schema, self.schema())
         return EventStreamReader(self._options)
 

@@ -27,7 +27,7 @@ MAX_CHUNK_BYTES = 512 << 10
 MAX_FAILED_LINE_BYTES = 2 * jsonrpc.MAX_LINE_BYTES
 # Size of a request besides the job.
 REQUEST_OVERHEAD_BYTES = 1024
-# Of the lines that were left; there may be many.
+# Of the skipped lines; there may be many.
 MAX_LEFT_REPORTED = 10
 RECORD_KEYS = ("data", "id", "identifier", "priority", "type", "token", "run_at", "run_in")
 
@@ -102,7 +102,9 @@ def _epoch_seconds(text: str) -> float | None:
         help="run at this time or later (2026-12-01T09:00+01:00)",
     ),
     Argument(
-        "--if-exists", choices=("update", "skip", "refuse"), help="if a job with this id exists (default: update it)"
+        "--if-exists",
+        choices=("update", "skip", "refuse"),
+        help="what to do if a job with this id exists (default: update)",
     ),
     Argument("--no-update-data", action="store_true", help="if the job exists: keep its data"),
     Argument(
@@ -247,11 +249,11 @@ def _time_params(args: Namespace) -> dict[str, Any]:
     Argument("--queue", metavar="NAME", help="push to this queue instead of the original ones"),
     Argument("--dry-run", action="store_true", help="only count what would be pushed"),
     more="For jobs that are no longer among the dead jobs in Redis. A repeated run within dedup_ttl pushes only the "
-    "lines that were left.",
+    "lines that were skipped.",
     examples=["recover /var/lib/forq/logs/mails/failed.jsonl --dry-run  # count them first"],
     json="`recovered`, `already_there`, `left` and `broken`, as numbers of lines, and `dry_run`",
     exits={
-        1: "some lines are invalid, or were left because a live job has the same id; they are listed",
+        1: "some lines are invalid, or were skipped because a live job has the same id; they are listed",
         **NO_QUEUE,
     },
 )
@@ -273,11 +275,11 @@ def recover(args: Namespace) -> int:
         "broken": recovery.broken,
         "dry_run": args.dry_run,
     }
-    others = f"already there {recovery.known}, left {recovery.left}, broken {recovery.broken}"
+    others = f"already there {recovery.known}, skipped {recovery.left}, broken {recovery.broken}"
     print_result(args, counts, f"{'would push' if args.dry_run else 'recovered'} {recovery.recovered}, {others}")
     if recovery.left:
         again = "run the command again when the live jobs with their ids have ended"
-        print(f"forqctl: lines left: {recovery.left}; {again}", file=sys.stderr)
+        print(f"forqctl: lines skipped: {recovery.left}; {again}", file=sys.stderr)
     return 1 if recovery.broken or recovery.left else 0
 
 
@@ -359,7 +361,7 @@ class Recovery:
         self.recovered += answer["recovered"]
         self.known += answer["known"]
         for at in answer["left"][: max(0, MAX_LEFT_REPORTED - self.left)]:
-            self._report(numbers[at], f"left: job {jobs[at]['id']} of queue {self._queue} is live")
+            self._report(numbers[at], f"skipped: job {jobs[at]['id']} of queue {self._queue} is live")
         self.left += len(answer["left"])
 
 

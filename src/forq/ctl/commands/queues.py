@@ -95,7 +95,7 @@ def create(args: Namespace) -> int:
     "delete",
     "stop a queue's processes and remove it",
     NAME,
-    Argument("--force", action="store_true", help="even if it still has jobs"),
+    Argument("--force", action="store_true", help="delete the queue even if it still has jobs"),
     more="Its remaining jobs are written to its failed log. All descendants of its processes are killed, too.",
     examples=["delete mails --force  # delete a queue with all its jobs"],
     json="queue.delete",
@@ -142,7 +142,7 @@ def set(args: Namespace) -> int:
 
 @Command(
     "pause",
-    "stop starting jobs of a queue",
+    "stop starting new jobs of a queue",
     NAME,
     more="Running jobs continue. Applies to all supervisors, and survives restarts.",
     examples=["pause mails"],
@@ -162,7 +162,7 @@ def resume(args: Namespace) -> int:
 
 @Command(
     "restart",
-    "replace a queue's processes, for example after new code",
+    "replace a queue's processes, for example to load new code",
     NAME,
     IMPORT_WAIT,
     more="The new processes import the handler first; then running jobs of the old ones get stop_grace to finish.",

@@ -32,11 +32,15 @@ _FIELDS = ("every", "cron", "zone", "priority", "type", "overlap", "catch_up", "
     Argument("--data", metavar="JSON", help="the data of the jobs (default: null)"),
     PRIORITY,
     TYPE,
-    Argument("--overlap", choices=("skip", "queue"), help="while the previous job is unfinished (default: skip)"),
+    Argument(
+        "--overlap",
+        choices=("skip", "queue"),
+        help="what a tick does while the previous job is unfinished (default: skip)",
+    ),
     Argument(
         "--catch-up",
         choices=("once", "all", "none"),
-        help="after ticks missed because no supervisor ran (default: once)",
+        help="jobs to enqueue for ticks missed while no supervisor ran (default: once)",
     ),
     Argument("--jitter", metavar="D", help="random delay of each job, up to this (default: 0)"),
     Argument("--dry-run", action="store_true", help="only show the next five ticks"),

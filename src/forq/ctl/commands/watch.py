@@ -137,7 +137,7 @@ def _result_text(job: dict[str, Any]) -> str:
     "reported.",
     examples=["logs mails -n 20", "logs mails -f --job 01JD0Z  # follow one job"],
     json="the `records` of `logs`, one object per line",
-    exits={4: "there is no output of a queue with that name"},
+    exits={4: "no output of a queue with that name"},
 )
 def logs(args: Namespace) -> int:
     from collections import deque

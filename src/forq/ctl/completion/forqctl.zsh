@@ -23,12 +23,12 @@ _shtab_forqctl_commands() {
     jobs:'list the jobs of a queue'
     kill:'kill a running job; it is cancelled'
     logs:'show the output and log messages of a queue'"'"'s handlers'
-    pause:'stop starting jobs of a queue'
+    pause:'stop starting new jobs of a queue'
     ping:'check whether the supervisor answers'
     push:'add a job, or one per line of a file'
     recover:'push the jobs of a failed log again'
     remove:'remove a job; a running one is dropped when it ends'
-    restart:'replace a queue'"'"'s processes, for example after new code'
+    restart:'replace a queue'"'"'s processes, for example to load new code'
     resume:'start jobs of a paused queue again'
     schedule:'enqueue a job periodically: at an interval, or at the times of a cron expression'
     schedules:'list schedules, or show one with its next five ticks'
@@ -136,7 +136,7 @@ _shtab_forqctl_dead_options=(
 _shtab_forqctl_dead_defaults_added=0
 
 _shtab_forqctl_delete_options=(
-  "--force[even if it still has jobs]"
+  "--force[delete the queue even if it still has jobs]"
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
   "--json[print JSON]"
   "--timeout[timeout for an answer (default\: 30s)]:D:"
@@ -248,7 +248,7 @@ _shtab_forqctl_push_options=(
   "--type[job type\; selects one of the queue\'s handlers]:T:"
   "--in[run after this delay (90s, 10m, 2h)]:D:"
   "--at[run at this time or later (2026-12-01T09\:00\+01\:00)]:TIME:"
-  "--if-exists[if a job with this id exists (default\: update it)]:if_exists:(update skip refuse)"
+  "--if-exists[what to do if a job with this id exists (default\: update)]:if_exists:(update skip refuse)"
   "--no-update-data[if the job exists\: keep its data]"
   "--update-run-at[if the job exists\: change its time (default\: true)]:update_run_at:(true false if_later if_earlier)"
   "--reset-counts[if the job exists\: reset its counts (default\: same as its data)]:reset_counts:(yes no)"
@@ -314,8 +314,8 @@ _shtab_forqctl_schedule_options=(
   "--data[the data of the jobs (default\: null)]:JSON:"
   "--priority[priority\; 0 goes first (default\: 5)]:0-9:(0 1 2 3 4 5 6 7 8 9)"
   "--type[job type\; selects one of the queue\'s handlers]:T:"
-  "--overlap[while the previous job is unfinished (default\: skip)]:overlap:(skip queue)"
-  "--catch-up[after ticks missed because no supervisor ran (default\: once)]:catch_up:(once all none)"
+  "--overlap[what a tick does while the previous job is unfinished (default\: skip)]:overlap:(skip queue)"
+  "--catch-up[jobs to enqueue for ticks missed while no supervisor ran (default\: once)]:catch_up:(once all none)"
   "--jitter[random delay of each job, up to this (default\: 0)]:D:"
   "--dry-run[only show the next five ticks]"
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
@@ -506,7 +506,7 @@ _shtab_forqctl() {
 }
 
 # Custom Preamble
-_forqctl_options() { local -a names=('max_items:Maximum number of jobs in the queue; more are refused. 0: no limit.' 'max_data:Maximum size of a job'"'"'s data as JSON, with identifier and type.' 'stop_grace:Time for a running job to finish when its process must stop.' 'concurrency:Number of workers (threads) in the queue'"'"'s process.' 'max_jobs:Replace the process after this many jobs. 0: never.' 'max_age:Replace the process at this age, between jobs. 0: never.' 'max_memory:Replace the process when it uses this much memory (PSS), between jobs. 0: never.' 'memory_limit:Kill the process and its descendants when they use this much memory while a job runs; the attempt fails with cause oom. 0: no limit.' 'pids_limit:Kill the process and its descendants when they have this many processes and threads; the attempt fails with cause pids. 0: no limit.' 'address_limit:Address space of each process; beyond it allocations fail. 0: no limit.' 'open_files_limit:Open files of each process; beyond it opening fails. 0: same as the supervisor.' 'nice:Niceness of the process; higher values get less CPU.' 'size:Capacity units per running job, at most `capacity`.' 'priority:When capacity is short, the queue with the higher priority goes first.' 'timeout:Time limit of one attempt; a process that exceeds it is killed. 0: no limit.' 'max_timeouts:Timeouts allowed before the job is dead.' 'max_stalls:Process crashes allowed before the job is dead.' 'max_retries:Retries allowed before the job is dead.' 'min_backoff:Delay before the first retry. It doubles each time.' 'max_backoff:Maximum delay before a retry.' 'jitter:Percentage by which these delays vary at random.' 'retry_lane_retries:Further retries in the retry lane, while no other job is waiting in the queue.' 'fail_max_retries:Retries of a failed fail handler.' 'fail_min_backoff:Delay before its first retry. It doubles each time.' 'fail_max_backoff:Maximum delay before its retry.' 'fail_timeout:Time limit of one run of the fail handler. 0: no limit.' 'fail_size:Capacity units per running fail handler, at most `capacity`.' 'rate:Jobs that may start per interval, over all machines: "50/1s", "100/1m" (docs/guide/limits.md).' 'burst:Jobs that may start at once within the rate. 0: what the rate allows in 100 ms, at least 1.' 'max_active:Jobs that may run at once, over all machines. 0: no limit.' 'keep_done:How long a done job and its result are kept (docs/guide/results.md). 0: not kept.' 'done_max:Maximum number of done jobs kept.' 'dead_max:Maximum number of dead jobs kept.' 'dead_ttl:How long a dead job is kept.' 'dedup_ttl:How long the token of an enqueue is remembered.' 'journal:Write the events of the queue to its journal.' 'journal_max:Maximum size of the journal; older entries are trimmed.' 'release_interval:Interval between attempts to release an item, over all hosts.' 'release_retries:Retries of an item without an awaiter, before it moves to the retry lane.' 'retry_interval:Delay before such an item is tried again, behind the others.' 'lease:Time to acknowledge an item; after it the item goes back in line.' 'item_timeout:Age at which an item becomes dead and goes to the failed log. 0: never.'); _describe option names -S =; }
+_forqctl_options() { local -a names=('max_items:Maximum number of jobs in the queue; more are refused. 0: no limit.' 'max_data:Maximum size of a job'"'"'s data as JSON, with identifier and type.' 'stop_grace:Time for a running job to finish when its process must stop.' 'concurrency:Number of workers (threads) in the queue'"'"'s process.' 'max_jobs:Replace the process after this many jobs. 0: never.' 'max_age:Replace the process at this age, between jobs. 0: never.' 'max_memory:Replace the process when it uses this much memory (PSS), between jobs. 0: never.' 'memory_limit:Kill the process and its descendants when they use this much memory while a job runs; the attempt fails with cause oom. 0: no limit.' 'pids_limit:Kill the process and its descendants when they have this many processes and threads; the attempt fails with cause pids. 0: no limit.' 'address_limit:Address space of each process; beyond it allocations fail. 0: no limit.' 'open_files_limit:Open files of each process; beyond it opening fails. 0: same as the supervisor.' 'nice:Niceness of the process; higher values get less CPU.' 'size:Capacity units per running job, at most `capacity`.' 'priority:When capacity is short, the queue with the higher priority goes first.' 'timeout:Time limit of one attempt; a process that exceeds it is killed. 0: no limit.' 'max_timeouts:Timeouts allowed before the job is dead.' 'max_stalls:Process crashes allowed before the job is dead.' 'max_retries:Retries allowed before the job is dead.' 'min_backoff:Delay before the first retry. It doubles each time.' 'max_backoff:Maximum delay before a retry.' 'jitter:Random variation of the delay before a retry, in percent.' 'retry_lane_retries:Further retries in the retry lane, while no other job is waiting in the queue.' 'fail_max_retries:Retries allowed for a fail handler.' 'fail_min_backoff:Delay before the first retry of a fail handler. It doubles each time.' 'fail_max_backoff:Maximum delay before a retry of a fail handler.' 'fail_timeout:Time limit of one run of the fail handler. 0: no limit.' 'fail_size:Capacity units per running fail handler, at most `capacity`.' 'rate:Jobs that may start per interval, over all machines: "50/1s", "100/1m" (docs/guide/limits.md).' 'burst:Jobs that may start at once within the rate. 0: what the rate allows in 100 ms, at least 1.' 'max_active:Jobs that may run at once, over all machines. 0: no limit.' 'keep_done:How long a done job and its result are kept (docs/guide/results.md). 0: not kept.' 'done_max:Maximum number of done jobs kept.' 'dead_max:Maximum number of dead jobs kept.' 'dead_ttl:How long a dead job is kept.' 'dedup_ttl:How long the token of an enqueue is remembered.' 'journal:Write the events of the queue to its journal.' 'journal_max:Maximum size of the journal; older entries are trimmed.' 'release_interval:Interval between attempts to release an item, over all hosts.' 'release_retries:Retries of an item without an awaiter, before it moves to the retry lane.' 'retry_interval:Delay before an item without an awaiter is tried again, behind the others.' 'lease:Time to acknowledge an item. An item that is not acknowledged goes back in line.' 'item_timeout:Age at which an item becomes dead and goes to the failed log. 0: never.'); _describe option names -S =; }
 # End Custom Preamble
 
 

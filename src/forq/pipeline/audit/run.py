@@ -43,7 +43,7 @@ RULES = {
     "fail_jobs": "every permanent failure of a queue with a fail handler has its fail job",
     "states": "no record is lost, and no job is in two states",
 }
-# An audit runs longer than it starts: the optimizing compiler pays off, and so does memory for the cached frames.
+# Most of an audit is not startup: the optimizing compiler pays off, and so does memory for the cached frames.
 _LONG_RUN = {"spark.driver.extraJavaOptions": "-XX:+UseParallelGC", "spark.driver.memory": "2g"}
 _TRIES = 3
 
@@ -243,7 +243,7 @@ def _retry_after_compaction(once: Callable[[], tuple[AuditResult, list[str]]]) -
 def audit_all(
     spark: SparkSession, url: str, prefix: str, directory: str, progress: Callable[[str], None] = lambda rule: None
 ) -> tuple[AuditResult, list[str]]:
-    """Audits the history and the newer events in Redis. The second value names what could not be audited."""
+    """Audits the history and the newer events in Redis. The second value lists what could not be audited."""
     progress("Redis")
     notes: list[str] = []
     redis_state = _redis_state(url, prefix, notes)

@@ -27,7 +27,7 @@ _ROUND_TIMES = (*(10**power for power in range(8)), 6e7, 6e8, 3.6e9, 3.6e10, 8.6
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """Begin and end (0 to 1) of a bucket on the time axis, and its label in tooltips."""
+    """Start and end (0 to 1) of a bucket on the time axis, and its label in tooltips."""
 
     begin: float
     end: float

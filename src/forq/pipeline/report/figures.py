@@ -52,7 +52,7 @@ class Span:
 
     @property
     def origin_us(self) -> int:
-        """Begin of bucket 0, at or before `from_us`."""
+        """Start of bucket 0, at or before `from_us`."""
         return self.from_us - self.from_us % self.step_us
 
     @property
@@ -60,7 +60,7 @@ class Span:
         return (self.to_us - 1 - self.origin_us) // self.step_us + 1
 
     def edges(self, bucket: int) -> tuple[int, int]:
-        """Begin and end of a bucket within the span."""
+        """Start and end of a bucket within the span."""
         begin = self.origin_us + bucket * self.step_us
         return max(begin, self.from_us), min(begin + self.step_us, self.to_us)
 

@@ -85,9 +85,9 @@ select name, div(unix_micros(time) - {{origin_us}}, {{step_us}}) as bucket,
 from report_events where verb in ('enqueued', {SUCCEEDED}) group by name, bucket
 """
 
-# Per bucket: `net` is the change in running jobs from its begin to its end, `area` the running time added by runs that
-# began or ended in it, `highest` the peak relative to its begin. Ends sort before begins of the same microsecond: a
-# worker that goes on with its next job counts once.
+# Per bucket: `net` is the change in running jobs from its start to its end, `area` the running time added by runs that
+# began or ended in it, `highest` the peak relative to its start. Ends sort before starts of the same microsecond: a
+# worker that continues with its next job counts once.
 RUNNING = """
 select name, bucket, sum(change) as net, sum(change * (ends_us - us)) as area, max(level) as highest
 from (
