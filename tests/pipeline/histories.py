@@ -31,7 +31,7 @@ class WrittenEntry:
     text: str
     actor: str = "w1"
 
-    def with_text(self, old: str, new: str) -> "Entry":
+    def with_text(self, old: str, new: str) -> "WrittenEntry":
         assert old in self.text, f"{old!r} is not in {self.text!r}"
         return replace(self, text=self.text.replace(old, new))
 

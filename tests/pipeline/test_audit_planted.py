@@ -13,9 +13,9 @@ from forq.broker.journal import Event
 from forq.pipeline.audit.findings import GAP, VIOLATION
 from forq.pipeline.audit.redis_state import QueueState, RedisState
 from forq.pipeline.audit.run import Auditor
-from tests.pipeline.histories import STEP_US, Entry, frame_of, merged_redis_states, rows_of, sample_history
+from tests.pipeline.histories import STEP_US, WrittenEntry, frame_of, merged_redis_states, rows_of, sample_history
 
-Entries = list[Entry]
+Entries = list[WrittenEntry]
 
 
 def replaced(old: str, new: str) -> Callable[[Entries], Entries]:
@@ -35,7 +35,7 @@ def added(after: str, *texts: str, queue: str = "q") -> Callable[[Entries], Entr
     def change(entries: Entries) -> Entries:
         (at,) = [number for number, entry in enumerate(entries) if after in entry.text]
         epoch = max(entry.epoch for entry in entries[: at + 1] if entry.queue == queue)
-        more = [Entry(queue, epoch, entries[at].time_us + 1 + number, text) for number, text in enumerate(texts)]
+        more = [WrittenEntry(queue, epoch, entries[at].time_us + 1 + number, text) for number, text in enumerate(texts)]
         return [*entries[: at + 1], *more, *entries[at + 1 :]]
 
     return change
