@@ -164,12 +164,23 @@ class Bridge:
         if now >= self._next_tick:
             self._tick(now)
         for queue in [queue for queue, at in self._due_at.items() if at <= now]:
-            self._plan_promotion(queue, self._requests.promote(queue))
+            self._promote(queue)
         for key in list(self._notified)[:LINES_PER_TURN]:
             binding = self._bindings.get(key)
             if binding is not None and not binding.peer.disconnected:
                 self._assign(binding.peer, *key)
             del self._notified[key]
+
+    def _promote(self, queue: str) -> None:
+        try:
+            due_ms = self._requests.promote(queue)
+        except RedisUnavailable:
+            raise
+        except ForqError:
+            # The next tick plans it again.
+            del self._due_at[queue]
+            raise
+        self._plan_promotion(queue, due_ms)
 
     def _assign(self, peer: Peer, queue: str, worker: str) -> None:
         """Not retried if it is refused, for example because the queue was deleted: that would repeat forever."""
