@@ -368,13 +368,17 @@ def test_a_worker_between_two_jobs_is_left_alone(batches: Batches) -> None:
     assert batches.rescued == []
 
 
-def test_a_failed_rescue_is_retried(batches: Batches, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_rescue_is_retried_and_logged_once(batches: Batches, caplog: pytest.LogCaptureFixture) -> None:
     batches.down = True
     batches.run(0.5)
-    assert caplog.messages[0] == "rescue failed; retrying queue=q error=down"
+    assert caplog.messages == ["rescue failed; retrying queue=q error=down"]
     batches.down = False
     batches.run(BATCH_CHECK_SECONDS)
     assert batches.rescued == [("q", Position("w", 7, 0, True))]
+    batches.down = True
+    batches.begin(7, 1)
+    batches.run(0.5)
+    assert caplog.messages[-1] == "rescue failed; retrying queue=q error=down"
 
 
 def test_the_scoreboard_is_polled_only_while_there_are_batches(batches: Batches) -> None:

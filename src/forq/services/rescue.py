@@ -56,6 +56,8 @@ class BatchRescue:
         self._rescued: dict[int, int] = {}
         # Queue -> jobs rescued since its last log line, which is less than a minute old.
         self._unlogged: dict[str, int] = {}
+        # Queues whose last rescue failed.
+        self._failing: set[str] = set()
 
     def start(self) -> None:
         """Polls even if `watching` is 1: a pulse that died while polling left it at 1, and no worker wakes us."""
@@ -101,8 +103,12 @@ class BatchRescue:
         try:
             rescued = self._recovery.rescue(queue, at)
         except ForqError as exc:
-            log.warning("rescue failed; retrying queue=%s error=%s", queue, exc)
+            # Once per failure, since every check retries.
+            if queue not in self._failing:
+                log.warning("rescue failed; retrying queue=%s error=%s", queue, exc)
+            self._failing.add(queue)
             return False
+        self._failing.discard(queue)
         if rescued:
             self._count(queue, rescued)
         return True
