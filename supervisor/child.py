@@ -191,7 +191,7 @@ def _call_and_exit(child: Callable[[], int]) -> NoReturn:
 
 
 def _as_exit_code(value: object) -> int:
-    """As the interpreter does: None is 0, text is printed and is 1. No other value becomes 0."""
+    """Like the interpreter: None becomes 0, text is printed and becomes 1. No other value becomes 0."""
     if value is None:
         return 0
     if isinstance(value, int):
@@ -264,7 +264,7 @@ STOPS_PER_PASS = 64
 LOGGED_BYTES = 200
 # A process that has closed its leash must end within this time.
 LEASH_CLOSED_SECONDS = 2.0
-# Most bytes read from the leash of a dead child. More does not fit, unless another process still writes to it.
+# Limit of bytes read from the leash of a dead child. It holds no more, unless another process still writes to it.
 MAX_DRAIN_BYTES = 1024 * 1024
 
 # Verb, params, callback with the answer or error; False if there is no warden.
@@ -519,7 +519,7 @@ class Child:
             self._delegate("kill", lambda: kill_tree(self.pid))
             return
         if self._cgroup is not None:
-            # Without waiting: the clean-up does.
+            # Does not wait until it is empty: the clean-up does.
             self._cgroup.kill(0.0)
         # A child just forked may not have joined its cgroup yet. A service has no descendants.
         signal_child(self._handle, signal.SIGKILL)

@@ -319,9 +319,9 @@ class ControlServer:
     1. Creates the socket with mode 0600, or 0660 and the group if one of `group` and `readers` is given. A file has
        only one group: with both the mode is 0666, and other users are rejected after the connect.
     2. Creates it again if its file is removed.
-    3. Accepts clients: root, the own user and `group` get `verbs`, members of `readers` get `read_verbs`.
+    3. Accepts clients: root, the supervisor's user and `group` get `verbs`, members of `readers` get `read_verbs`.
 
-    `listener` is a socket created by systemd, used as it is; its file stays when this server ends.
+    `listener` is a socket created by systemd, used as is; its file stays when this server ends.
     """
 
     def __init__(

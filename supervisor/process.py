@@ -192,7 +192,7 @@ class QueueProcess:
         return [slot for slot in self._slots() if slot.state == State.BUSY]
 
     def running(self) -> int:
-        """Number of running jobs, without those that a worker only holds."""
+        """Number of running jobs; jobs that a worker holds but has not started do not count."""
         return sum(slot.position & 1 for slot in self._slots())
 
     def idle_workers(self) -> list[str]:
@@ -471,7 +471,7 @@ def _checked(message: dict[str, Any], key: str, lowest: int, highest: int) -> in
 
 
 NS_PER_MS = 1_000_000
-# Delay for a job that has just begun, whose start time is not written yet.
+# Delay of the next check if a job has just started and its start time is not written yet.
 BEGINNING_NS = NS_PER_MS
 
 

@@ -127,7 +127,7 @@ class Service:
             self.child.send(jsonrpc.request(number, pending.method, pending.params))
 
     def has_passed(self) -> bool:
-        """Whether it has passed its loop since its start or the last ping."""
+        """Whether its loop has completed a pass since its start or the last ping."""
         return self._liveness.passed_ns > self._pinged_ns
 
     def is_busy(self) -> bool:
@@ -135,7 +135,7 @@ class Service:
         return self._liveness.busy_until_ns > time.monotonic_ns()
 
     def ping_if_quiet(self, seconds: float) -> bool:
-        """Sends a ping if it has not passed its loop within this time. Returns whether it sent one."""
+        """Sends a ping if its loop has not completed a pass within this time. Returns whether it sent one."""
         now_ns = time.monotonic_ns()
         if self.child is None or not (self._pending or self.needed()):
             return False

@@ -194,7 +194,7 @@ class StateDir:
         return TreeMark(secret, f"{lock.st_dev}:{lock.st_ino}")
 
     def _kill_marked(self, mark: TreeMark, deadline: float, on_wait: Callable[[list[int]], None] | None) -> None:
-        """Kills descendants that had closed the lock's descriptor, as exec'd programs do, and survived the tree."""
+        """Kills descendants that closed the lock's descriptor, as exec'd programs do, and outlived the others."""
         found = mark.find()
         if found and on_wait:
             on_wait(found)
@@ -290,7 +290,7 @@ def _holds_lock(pid: int, real_path: str, target: os.stat_result) -> bool:
             if "FLOCK" in Path(f"/proc/{pid}/fdinfo/{fd}").read_text():
                 return True
     except OSError:
-        # It ended meanwhile, or belongs to another user: then it is not part of our tree.
+        # It has ended, or belongs to another user and so is not part of our tree.
         return False
     return False
 

@@ -23,7 +23,7 @@ VARIABLES = ("NOTIFY_SOCKET", "WATCHDOG_USEC", "WATCHDOG_PID", "LISTEN_PID", "LI
 # Intervals of the status line while the loop is busy and while it is idle.
 STATUS_SECONDS = 2.0
 IDLE_STATUS_SECONDS = 5.0
-# Delay after a datagram could not be sent.
+# Delay before a datagram that could not be sent is sent again.
 RETRY_SECONDS = 0.2
 
 log = logging.getLogger("forq")

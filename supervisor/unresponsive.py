@@ -148,7 +148,7 @@ class ProcessWatch:
 
 
 PING_SECONDS = 2.0
-# A service that passed its loop within this time needs no ping.
+# A service whose loop completed a pass within this time needs no ping.
 QUIET_SECONDS = 0.5
 # After NOTICE_SECONDS without an answer a service is reported as unresponsive; after this time it is replaced.
 REPLACE_SECONDS = 1.5

@@ -100,7 +100,7 @@ class AttemptRunner:
                     result = self._run_async(_tagged_with_job(job_id, result))
             if self.max_result_bytes:
                 self.result = encode_result(result, self.max_result_bytes)
-        except BaseException as exc:  # a handler may raise anything, even SystemExit; the worker goes on
+        except BaseException as exc:  # a handler may raise anything, even SystemExit; the worker continues
             exit_if_forked_from(self._pid)
             strip_forq_frames(exc)
             self.raised = exc

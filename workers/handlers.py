@@ -165,7 +165,7 @@ def user_traceback(exc: BaseException) -> tuple[str | None, str]:
         trace = traceback.TracebackException.from_exception(exc)
         lines = "".join(_without_skipped(trace).format())
         last = trace.stack[-1] if trace.stack else None
-    except BaseException:  # exceptions of the user may raise when they are formatted
+    except BaseException:  # a user's exception may raise while it is formatted
         return None, ""
     if last is None and not isinstance(exc, SyntaxError):
         return None, ""

@@ -191,7 +191,7 @@ class JobLog:
         try:
             if log.isEnabledFor(entry.level):
                 log.handle(entry.record())
-        except BaseException as exc:  # handlers, filters and formatters of the user may raise anything, even SystemExit
+        except BaseException as exc:  # the user's handlers, filters and formatters may raise anything, even SystemExit
             if count_logged_lines() == logged:
                 _write_past_logging(entry, f" (logging raised {class_name(type(exc))})")
         finally:

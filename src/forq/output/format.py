@@ -181,7 +181,7 @@ def _is_notice(value: dict[str, Any]) -> bool:
 
 # An incomplete line is shown when it has not grown for this long.
 IDLE_LINE_SECONDS = 1.0
-# And at the latest after this time: a progress bar ends no line for long.
+# At the latest after this time: a progress bar may not end its line for minutes.
 MAX_LINE_SECONDS = 5.0
 MAX_PARTIAL_LINES = 100
 _URGENT = re.compile(rb'\x1e(\["log","(?:WARNING|ERROR|CRITICAL)"[^\n]*)')

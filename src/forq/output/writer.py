@@ -119,7 +119,7 @@ class OutputWriter:
             self._send_dropped()
 
     def mark_job_end(self, job: str) -> None:
-        """Marks the end of a job's raw output, if some is unread: what follows belongs to the next job."""
+        """Marks the end of a job's raw output, if some is unread: later output belongs to the next job."""
         try:
             (unread,) = struct.unpack("i", fcntl.ioctl(self._fd, termios.FIONREAD, b"\0" * 4))
         except OSError:
@@ -138,7 +138,7 @@ class OutputWriter:
         self._send(line._replace(logger=logger and logger[:MAX_LOGGER]))
 
     def current_job(self) -> str | None:
-        """The job of the calling task or thread. For a thread of the user: the running job, if there is exactly one."""
+        """The job of the calling task or thread. For a user's thread: the running job, if there is exactly one."""
         job = CURRENT_JOB.get()
         if job is not None:
             return job

@@ -51,7 +51,7 @@ STARTUP_GRACE_SECONDS = 0.5
 REDIS_RETRY_SECONDS = 1.0
 RESUBSCRIBE_SECONDS = 0.1
 
-# How long children may take to exit after the supervisor died, and how long their leftovers are searched and killed.
+# After the supervisor died: time for children to exit, and then for finding and killing their orphans.
 CHILD_EXIT_SECONDS = 0.3
 LEFTOVER_KILL_SECONDS = 5.0
 
@@ -74,7 +74,7 @@ class Pulse:
     4. Keeps a timer per queue for its next scheduled job or tick, and promotes or fires it on time.
     5. Notifies the supervisor of suspects, and of fail jobs that wait for a busy retry process.
     6. Notifies the supervisor when Redis comes back or has lost its functions: clients may lack the right to load them.
-    7. Finds queues that release and are not served here, and queues that were left incomplete.
+    7. Finds queues of release modes that are not served here, and queues that were left incomplete.
     8. Kills the children that cannot exit on their own after the supervisor has died.
     """
 
@@ -110,7 +110,7 @@ class Pulse:
             context.url, due_channels(context.prefix, database_of(context.url)), name="forq-pulse-subscription"
         )
         self._queues: list[str] = []
-        # Queues that release, just created: the supervisor is about to serve them.
+        # Queues of a release mode, just created: the supervisor is about to serve them.
         self._created: set[str] = set()
         # Queue -> when its timer fires.
         self._due: dict[str, float] = {}

@@ -19,7 +19,7 @@ RESCUES_LOG_SECONDS = 60.0
 
 # A worker has usually started a published claim by then.
 CLAIM_SECONDS = 0.3
-# Finds the claims that were not published; slightly longer than turn.lua's CLAIM_NOTICE_MS.
+# Finds the claims that were not published; slightly longer than CLAIM_NOTICE_MS in turn.lua.
 RECHECK_SECONDS = 2.2
 ANSWER_SECONDS = 0.5
 # Between the mark and the decision: longer than a running worker needs from its position to the mark.
