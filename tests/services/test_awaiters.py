@@ -186,7 +186,7 @@ def test_one_failed_call_stops_the_calls_of_all_awaiters_while_redis_is_down(
         calls.append(1)
         raise RedisUnavailable("away")
 
-    monkeypatch.setattr(rig.link, "_ready", unreachable)
+    monkeypatch.setattr(rig.link, "_ready_connection", unreachable)
     monkeypatch.setattr(rig.awaiters._subscription, "connect", unreachable)
     rig.clock += 6
     for _ in range(5):
