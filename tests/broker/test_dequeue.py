@@ -186,7 +186,7 @@ def test_an_expired_item_is_dead_and_in_the_failed_log(redis_url: str) -> None:
         assert "60.0 s" in error["message"] or "60 s" in error["message"]
         assert queue.redis.llen(queue.key("outbox")) == 2
         ends = [("claimed", "a"), ("claimed", "c"), ("dead", "a"), ("dead", "c")]
-        assert [told for told in queue.journal_events() if told[1] in ("a", "c")][2:] == ends
+        assert [event for event in queue.journal_events() if event[1] in ("a", "c")][2:] == ends
         queue.ack("x", lease)
         assert queue.state().jobs == {"d"}
         assert queue.redis.zrange(queue.key("expiries"), 0, -1) == [b"d"]

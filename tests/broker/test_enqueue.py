@@ -343,7 +343,7 @@ def test_a_delay_is_rounded_up_to_the_millisecond(given: timedelta | float, stor
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("given", "error"),
     [
         ({"run_at": datetime(2026, 12, 1, 9)}, "has no time zone"),
         ({"run_at": datetime(1969, 12, 31, tzinfo=UTC)}, "is not allowed"),
@@ -358,8 +358,8 @@ def test_a_delay_is_rounded_up_to_the_millisecond(given: timedelta | float, stor
         ({"run_in": 1, "run_at": 1}, "give run_at or run_in, not both"),
     ],
 )
-def test_an_invalid_time_is_refused(given: dict[str, Any], says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_an_invalid_time_is_refused(given: dict[str, Any], error: str) -> None:
+    with pytest.raises(UsageError, match=error):
         new_job(1, **given)
 
 

@@ -161,14 +161,14 @@ def test_a_job_accepted_by_a_silent_worker_goes_back_and_is_counted(queue: Exter
 def test_every_message_from_the_worker_renews_the_lease(queue: ExternalQueue) -> None:
     queue.enqueue("a")
     queue.idle()
-    says: list[Callable[[], None]] = [
+    messages: list[Callable[[], None]] = [
         lambda: queue.external.accept("w1", "a"),
         lambda: queue.external.accept("w1", "a"),
         lambda: queue.external.progress("w1", "a", 0.1, ""),
     ]
-    for say in says:
+    for send in messages:
         queue.make_due("leases", "a")
-        say()
+        send()
         queue.promote()
         assert queue.states() == {"w1": "busy"}
     assert queue.stall_count("a") == 0
@@ -448,7 +448,7 @@ def test_a_removed_job_is_done_if_its_worker_finishes_and_cancelled_if_it_fails_
     queue.end_leases("c")
     assert queue.state().jobs == set()
     assert queue.traces() == {}
-    assert [told for told in queue.journal_events() if told[0] in ("done", "cancelled")] == [
+    assert [event for event in queue.journal_events() if event[0] in ("done", "cancelled")] == [
         ("done", "a"),
         ("cancelled", "b"),
         ("cancelled", "c"),

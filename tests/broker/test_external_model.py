@@ -41,7 +41,7 @@ class Model:
     line: list[str] = field(default_factory=list)  # waiting ids, in order within each place
     dead: int = 0
     done: int = 0
-    told: dict[str, str] = field(default_factory=dict)  # worker -> bridge, for idle and assigned workers
+    bridges: dict[str, str] = field(default_factory=dict)  # worker -> bridge, for idle and assigned workers
     ended: dict[str, tuple[str, str]] = field(default_factory=dict)  # worker -> outcome, id
     limits: ModelLimits = field(default_factory=ModelLimits)
 
@@ -138,7 +138,7 @@ class ExternalMachine:
             self.model.bring_back(held)
             held = None
         expected = held or self.model.assign(worker)
-        self.model.told[worker] = bridge
+        self.model.bridges[worker] = bridge
         assert self.queue.idle(worker, bridge) == expected
 
     def fetch_assigned(self, worker: str) -> None:
@@ -146,8 +146,8 @@ class ExternalMachine:
         if held is not None:
             expected = None if self.model.jobs[held].accepted else held
         else:
-            expected = self.model.assign(worker) if worker in self.model.told else None
-        bridge = self.model.told.get(worker, "b1")
+            expected = self.model.assign(worker) if worker in self.model.bridges else None
+        bridge = self.model.bridges.get(worker, "b1")
         assert self.queue.fetch_assigned(worker, bridge) == expected
 
     def accept(self, worker: str, job_id: str, far: bool) -> None:
@@ -162,7 +162,7 @@ class ExternalMachine:
         if holds:
             call()
             self.model.jobs[job_id].accepted = True
-            self.model.told.pop(worker, None)
+            self.model.bridges.pop(worker, None)
         else:
             with pytest.raises(LeaseLapsed):
                 call()
@@ -190,7 +190,7 @@ class ExternalMachine:
     def _ends(self, worker: str, job_id: str, outcome: str, call: Callable[[], None]) -> bool:
         if self.model.held_by(worker) == job_id:
             call()
-            self.model.told.pop(worker, None)
+            self.model.bridges.pop(worker, None)
             self.model.ended[worker] = (outcome, job_id)
             return True
         if self.model.ended.get(worker) == (outcome, job_id):
@@ -208,15 +208,15 @@ class ExternalMachine:
         owner = self.model.jobs[job_id].owner
         assert owner is not None
         self.queue.end_leases(job_id)
-        self.model.told.pop(owner, None)
+        self.model.bridges.pop(owner, None)
         self.model.bring_back(job_id)
 
     def leave(self, worker: str, bridge: str) -> None:
-        mine = self.model.told.get(worker) == bridge
+        mine = self.model.bridges.get(worker) == bridge
         held = self.model.held_by(worker)
         assert self.queue.external.leave(worker, bridge) == (mine and held is not None)
         if mine:
-            del self.model.told[worker]
+            del self.model.bridges[worker]
             self.model.ended.pop(worker, None)
             if held is not None:
                 self.model.bring_back(held)
@@ -259,9 +259,9 @@ class ExternalMachine:
             assert (shown["retry_count"], shown["stall_count"]) == (job.retries, job.stalls)
 
     def check_journal(self) -> None:
-        told = Replay().read_all(self.queue.entries())
-        assert set(told.ready) == set(self.model.line)
-        assert set(told.active) == {job_id for job_id, job in self.model.jobs.items() if job.owner}
+        replay = Replay().read_all(self.queue.entries())
+        assert set(replay.ready) == set(self.model.line)
+        assert set(replay.active) == {job_id for job_id, job in self.model.jobs.items() if job.owner}
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
@@ -272,8 +272,8 @@ def test_any_sequence_of_calls_matches_the_model(redis_url: str, seed: int) -> N
     except BaseException:
         print(f"seed {seed}:", *machine.taken, sep="\n  ")
         raise
-    told = {event.verb for event in machine.queue.events()}
+    verbs = {event.verb for event in machine.queue.events()}
     machine.queue.close()
-    assert {"claimed", "done", "retried", "stalled", "returned", "dead", "cancelled"} <= told, (
+    assert {"claimed", "done", "retried", "stalled", "returned", "dead", "cancelled"} <= verbs, (
         "every kind of event occurred"
     )

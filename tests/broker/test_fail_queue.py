@@ -1,4 +1,4 @@
-"""Permanent failure: the fail job and the line for the failed log are written by the step that fails the job."""
+"""Permanent failure: the script that moves a job to dead also writes its fail job and its failed-log line."""
 
 import json
 
@@ -28,7 +28,7 @@ def fail(worker: HandWorker, job_id: str, kind: str = "permanent") -> None:
 
 
 class RetryWorker:
-    """What the retry child has: a place in both queues."""
+    """A worker of the retry process, registered in the queue and in its fail queue."""
 
     def __init__(self, queue: OneQueue, *, fails: bool = True, name: str = "r1") -> None:
         where = (queue.url, DEFAULT_PREFIX)
@@ -47,7 +47,7 @@ class RetryWorker:
 
 
 @pytest.mark.spec("Q6", "Q38", "Q40")
-def test_a_permanent_failure_writes_its_fail_job_with_everything_the_handler_needs(queue: OneQueue) -> None:
+def test_a_permanent_failure_creates_a_fail_job_with_all_data_for_the_fail_handler(queue: OneQueue) -> None:
     with_fail_queue(queue)
     worker = queue.worker()
     queue.enqueue('a"b\\')
@@ -65,7 +65,7 @@ def test_a_permanent_failure_writes_its_fail_job_with_everything_the_handler_nee
 
 
 @pytest.mark.spec("Q40")
-def test_a_fail_job_is_tried_again_and_ends_in_its_own_dead_list(queue: OneQueue) -> None:
+def test_a_fail_job_is_retried_and_ends_in_its_own_dead_list(queue: OneQueue) -> None:
     with_fail_queue(queue)
     worker = queue.worker()
     queue.enqueue("a")
@@ -109,7 +109,7 @@ def test_the_outbox_line_has_what_recovery_needs(queue: OneQueue) -> None:
 
 
 @pytest.mark.spec("N16", "N17")
-def test_the_lane_opens_only_while_nothing_else_waits(redis_url: str) -> None:
+def test_the_retry_lane_is_served_only_while_nothing_else_waits(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=0, retry_lane_retries=2, min_backoff_ms=0, max_backoff_ms=0) as queue:
         worker, retry = queue.worker(), RetryWorker(queue, fails=False)
         queue.enqueue("a", "b")
@@ -120,8 +120,10 @@ def test_the_lane_opens_only_while_nothing_else_waits(redis_url: str) -> None:
         assert [job["id"] for job in queue.inspector.jobs("waiting").jobs] == ["b"]
         assert queue.redis.exists(queue.key("failed")) == 0
         assert retry.claim(retry.lane)[1] == []
-        assert worker.turn(want=5) == ["b"], "the main lane never takes it"
-        assert queue.redis.lrange(queue.key("failed"), 0, -1) == [b""], "the script that empties main wakes the lane"
+        assert worker.turn(want=5) == ["b"], "the main lane never claims it"
+        assert queue.redis.lrange(queue.key("failed"), 0, -1) == [b""], (
+            "the script that empties the main lane wakes the retry lane"
+        )
         fence, [job_id, _] = retry.claim(retry.lane)
         assert job_id == b"a"
         retry.claim(retry.lane, failed=[job_id, fence, 1, ERROR, BRIEF, "retriable", "", "0.5"])
@@ -129,7 +131,7 @@ def test_the_lane_opens_only_while_nothing_else_waits(redis_url: str) -> None:
 
 
 @pytest.mark.spec("N16", "N18")
-def test_the_lane_s_tries_are_counted_and_then_the_job_is_dead(redis_url: str) -> None:
+def test_tries_in_the_retry_lane_are_counted_and_then_the_job_is_dead(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=0, retry_lane_retries=2, min_backoff_ms=0, max_backoff_ms=0) as queue:
         worker, retry = queue.worker(), RetryWorker(queue, fails=False)
         queue.enqueue("a")
@@ -140,7 +142,7 @@ def test_the_lane_s_tries_are_counted_and_then_the_job_is_dead(redis_url: str) -
             fence, [job_id, _] = retry.claim(retry.lane, failed=failed)
             queue.enqueue("c")
             failed = [job_id, fence, 1, ERROR, BRIEF, "retriable", "", "0.5"]
-            assert retry.claim(retry.lane, failed=failed)[1] == [], "it yields as soon as something waits"
+            assert retry.claim(retry.lane, failed=failed)[1] == [], "the retry lane yields as soon as a job waits"
             failed = []
             worker.turn(want=1)
             worker.turn(done="c")
@@ -148,7 +150,7 @@ def test_the_lane_s_tries_are_counted_and_then_the_job_is_dead(redis_url: str) -
         assert queue.inspector.counts().retry == 0
 
 
-def test_cancel_and_update_reach_a_job_in_the_lane(redis_url: str) -> None:
+def test_cancel_and_update_reach_a_job_in_the_retry_lane(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=0, retry_lane_retries=2, min_backoff_ms=0, max_backoff_ms=0) as queue:
         worker, retry = queue.worker(), RetryWorker(queue, fails=False)
         queue.enqueue("a", "b")
@@ -166,7 +168,7 @@ def test_cancel_and_update_reach_a_job_in_the_lane(redis_url: str) -> None:
         assert queue.inspector.counts().waiting == 0
 
 
-def test_what_a_dead_retry_worker_held_goes_back_to_its_lane(redis_url: str) -> None:
+def test_jobs_of_a_dead_retry_worker_go_back_to_the_retry_lane(redis_url: str) -> None:
     from forq.broker.recovery import Position
 
     with one_queue(redis_url, max_retries=0, retry_lane_retries=2, min_backoff_ms=0, max_backoff_ms=0) as queue:
@@ -202,31 +204,29 @@ def test_delete_counts_fail_jobs_and_leaves_nothing_behind(queue: OneQueue) -> N
     assert left <= outlives | {f":fail{name}" for name in outlives} | {"forq:queues:deleted"}
 
 
-def paused_and_told(queue: OneQueue) -> tuple[bytes, list[str]]:
-    """Of the fail queue: whether it is paused, and what its journal says."""
+def paused_and_events(queue: OneQueue) -> tuple[bytes, list[str]]:
+    """Returns whether the fail queue is paused, and the verbs in its journal."""
     base = queue_base(DEFAULT_PREFIX, fail_queue(queue.name))
     entries = [fields for _, fields in queue.redis.xrange(f"{base}:events")]
     told = [event.verb for fields in entries for event in read_entry(fields, queue.name)]
     return queue.redis.hget(f"{base}:options", "paused"), told
 
 
-def test_the_fail_queue_of_a_queue_that_is_paused_is_made_paused_and_says_so(queue: OneQueue) -> None:
+def test_the_fail_queue_of_a_paused_queue_is_created_paused(queue: OneQueue) -> None:
     queue.registry.pause(queue.name, paused=True)
     with_fail_queue(queue)
-    assert paused_and_told(queue) == (b"1", ["created", "paused"])
+    assert paused_and_events(queue) == (b"1", ["created", "paused"])
     queue.registry.pause(queue.name, paused=False)
-    assert paused_and_told(queue) == (b"0", ["created", "paused", "resumed"])
+    assert paused_and_events(queue) == (b"0", ["created", "paused", "resumed"])
 
 
 @pytest.mark.parametrize("paused", [True, False])
-def test_who_joins_while_a_queue_is_paused_or_resumed_leaves_its_fail_queue_as_it_is(
-    queue: OneQueue, paused: bool
-) -> None:
-    """It may have asked whether the queue is paused just before that changed."""
+def test_a_join_during_pause_or_resume_leaves_the_fail_queue_unchanged(queue: OneQueue, paused: bool) -> None:
+    """The join may have read the paused flag just before it changed."""
     with_fail_queue(queue)
     queue.registry.pause(queue.name, paused=True)
     queue.registry.pause(queue.name, paused=paused)
-    before = paused_and_told(queue)
+    before = paused_and_events(queue)
     queue.redis.hset(queue.key("options"), "paused", int(not paused))
     with_fail_queue(queue)
-    assert paused_and_told(queue) == before
+    assert paused_and_events(queue) == before

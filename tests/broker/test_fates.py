@@ -1,4 +1,4 @@
-"""What a worker, and whoever recovers one, is told of what follows a failed or lost attempt."""
+"""The fate of a failed or lost attempt, as reported to the worker, the recovery, the eviction or the heartbeat."""
 
 import time
 from typing import Any
@@ -36,7 +36,7 @@ def lose(queue: OneQueue, worker: HandWorker, outcome: Outcome) -> Recovered:
     return queue.recovery().recover(queue.name, "p1", at, outcome=outcome, cause="signal 9")
 
 
-def test_every_failure_says_when_the_job_is_tried_again_until_it_is_dead(redis_url: str) -> None:
+def test_every_failure_reports_the_next_attempt_until_the_job_is_dead(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS) as queue:
         queue.enqueue("a")
         worker, lane, fates = queue.worker(), queue.worker("w2", lane="retry"), []
@@ -52,8 +52,8 @@ def test_every_failure_says_when_the_job_is_tried_again_until_it_is_dead(redis_u
         ]
 
 
-def test_the_wait_is_that_of_the_schedule(redis_url: str) -> None:
-    """Of the options at this moment, with jitter."""
+def test_the_reported_wait_is_the_stored_one(redis_url: str) -> None:
+    """Computed from the current options, with jitter."""
     with one_queue(redis_url, **OPTIONS | {"jitter": 50}) as queue:
         queue.enqueue("a")
         worker = queue.worker()
@@ -68,7 +68,7 @@ def test_the_wait_is_that_of_the_schedule(redis_url: str) -> None:
         assert -1 <= due_ms - before_ms - fate.wait_ms < 5000
 
 
-def test_a_permanent_failure_says_that_attempts_were_left(redis_url: str) -> None:
+def test_a_permanent_failure_reports_remaining_attempts(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS) as queue:
         queue.enqueue("a")
         worker = queue.worker()
@@ -76,7 +76,7 @@ def test_a_permanent_failure_says_that_attempts_were_left(redis_url: str) -> Non
         assert fail(worker, kind="permanent") == Fate("dead", 0, 1, 4)
 
 
-def test_the_time_that_a_handler_asked_for_is_the_wait(redis_url: str) -> None:
+def test_the_retry_time_of_the_handler_is_reported(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS) as queue:
         queue.enqueue("a")
         worker = queue.worker()
@@ -89,7 +89,7 @@ def test_the_time_that_a_handler_asked_for_is_the_wait(redis_url: str) -> None:
         assert fail(worker, retry_at_ms=1) == Fate("retried", 0, 2, 4)
 
 
-def test_timeouts_have_a_count_of_their_own(redis_url: str) -> None:
+def test_timeouts_are_counted_separately(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS | {"max_timeouts": 1}) as queue:
         queue.enqueue("a")
         worker, fates = queue.worker(), []
@@ -100,20 +100,20 @@ def test_timeouts_have_a_count_of_their_own(redis_url: str) -> None:
                 make_due(queue)
         assert fates == [Fate("returned", 0, 1, 2), Fate("retried", 2000, 2, 5), Fate("dead", 0, 3, 3)]
         assert worker.turn(want=1) == []
-        assert queue.state().jobs == set(), "the next claim has buried it"
+        assert queue.state().jobs == set(), "the next claim has moved it to dead"
 
 
-def test_a_job_that_was_removed_or_taken_away_says_so(redis_url: str) -> None:
+def test_a_removed_or_lost_job_is_reported_as_such(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS) as queue:
         queue.enqueue("a", "b")
         worker = queue.worker()
         worker.turn(want=2)
         queue.producer.remove("a")
         assert fail(worker).kind == "removed"
-        assert fail(worker, "b").kind == "refused", "it went back with the turn before"
+        assert fail(worker, "b").kind == "refused", "it went back with the previous turn"
 
 
-def test_the_fates_of_a_turn_come_in_the_order_of_its_failures_and_before_its_jobs(redis_url: str) -> None:
+def test_a_turn_returns_fates_in_the_order_of_its_failures_and_before_its_jobs(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS) as queue:
         queue.enqueue("a", "b", "c", "d")
         worker = queue.worker()
@@ -125,7 +125,7 @@ def test_the_fates_of_a_turn_come_in_the_order_of_its_failures_and_before_its_jo
         assert worker.whole_turn(done="cd").fates == ()
 
 
-def test_counts_that_begin_anew_behind_a_failure_do_not_change_its_number(redis_url: str) -> None:
+def test_counts_reset_by_a_blocked_dispatch_do_not_change_the_reported_attempt(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS) as queue:
         queue.enqueue("a")
         worker = queue.worker()
@@ -147,21 +147,19 @@ def test_counts_that_begin_anew_behind_a_failure_do_not_change_its_number(redis_
         ("suspect", [Fate("suspect", 0, 1, 1)]),
     ],
 )
-def test_a_recovery_tells_what_follows_for_the_job_that_was_running(
-    redis_url: str, outcome: Outcome, expected: list[Fate]
-) -> None:
+def test_a_recovery_reports_the_fate_of_the_running_job(redis_url: str, outcome: Outcome, expected: list[Fate]) -> None:
     with one_queue(redis_url, **OPTIONS | {"max_stalls": 1, "max_timeouts": 2}) as queue:
         queue.enqueue("a", "b")
         for number, fate in enumerate(expected):
             worker = queue.worker(f"w{number}")
             worker.turn(want=2)
             assert lose(queue, worker, outcome) == Recovered(2, "a", fate)
-            assert lose(queue, worker, outcome) == Recovered(0), "a second one finds nothing"
+            assert lose(queue, worker, outcome) == Recovered(0), "a second recovery finds nothing"
             queue.producer.cancel("b")
             queue.enqueue("b")
 
 
-def test_a_lost_job_that_is_scheduled_by_what_was_blocked_behind_it_says_when(redis_url: str) -> None:
+def test_a_lost_job_rescheduled_by_a_blocked_dispatch_reports_its_time(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS) as queue:
         queue.enqueue("a")
         worker = queue.worker()
@@ -173,7 +171,7 @@ def test_a_lost_job_that_is_scheduled_by_what_was_blocked_behind_it_says_when(re
         assert 50_000 < fate.wait_ms <= 60_001
 
 
-def test_a_recovery_without_a_running_job_tells_nothing(redis_url: str) -> None:
+def test_a_recovery_without_a_running_job_reports_no_fate(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS) as queue:
         queue.enqueue("a")
         worker = queue.worker()
@@ -183,7 +181,7 @@ def test_a_recovery_without_a_running_job_tells_nothing(redis_url: str) -> None:
 
 
 def lost_supervisor(queue: OneQueue) -> None:
-    """Processor p2 runs "a" and "b", and has "c" in its hands."""
+    """Processor p2 runs "a" and "b" and holds "c"."""
     queue.enqueue("a", "b", "c")
     first, second = queue.worker("w1", "p2"), queue.worker("w2", "p2")
     first.turn(want=1)
@@ -195,7 +193,7 @@ def lost_supervisor(queue: OneQueue) -> None:
 LOST = [("a", Fate("returned", 0, 1, 2)), ("b", Fate("returned", 0, 1, 2))]
 
 
-def test_an_eviction_tells_what_follows_for_each_job_that_was_running(redis_url: str) -> None:
+def test_an_eviction_reports_the_fate_of_each_running_job(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS | {"max_stalls": 1}) as queue:
         lost_supervisor(queue)
         told: list[tuple[str, Fate]] = []
@@ -203,7 +201,7 @@ def test_an_eviction_tells_what_follows_for_each_job_that_was_running(redis_url:
         assert sorted(told) == LOST
 
 
-def test_a_heartbeat_that_takes_over_tells_the_same_once(redis_url: str) -> None:
+def test_a_heartbeat_that_evicts_reports_the_same_fates_once(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS | {"max_stalls": 1}) as queue:
         lost_supervisor(queue)
         queue.redis.zadd(queue.key("processors"), {"p2": 1})

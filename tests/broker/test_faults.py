@@ -1,4 +1,4 @@
-"""A server that is full or has forgotten its scripts, and records that are not what they should be."""
+"""A server that is out of memory or has lost its scripts, and invalid records."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,7 +25,7 @@ GARBAGE = (
 
 @pytest.fixture
 def full(queue: OneQueue) -> Iterator[OneQueue]:
-    """A queue with a to d, w1 running a and b, on a server that has no memory left."""
+    """A queue with a to d, of which w1 runs a and b, on a server that is out of memory."""
     queue.enqueue("a", "b", "c", "d")
     queue.worker().turn(want=2)
     queue.redis.config_set("maxmemory", 1)
@@ -43,7 +43,7 @@ def test_a_full_server_refuses_new_jobs_and_stores_nothing(full: OneQueue) -> No
 
 @pytest.mark.fault("server out of memory")
 @pytest.mark.parametrize("forgotten", [False, True])
-def test_on_a_full_server_work_goes_on(full: OneQueue, forgotten: bool) -> None:
+def test_on_a_full_server_work_continues(full: OneQueue, forgotten: bool) -> None:
     if forgotten:
         full.redis.function_flush()
     [worker] = full.workers
@@ -62,7 +62,7 @@ def test_on_a_full_server_work_goes_on(full: OneQueue, forgotten: bool) -> None:
 
 
 @pytest.mark.fault("server out of memory")
-def test_blmove_is_refused_on_a_full_server_and_waiting_for_a_wake_is_not(full: OneQueue) -> None:
+def test_on_a_full_server_blmove_is_refused_but_waiting_for_a_wake_works(full: OneQueue) -> None:
     [worker] = full.workers
     with pytest.raises(BackPressure):
         worker.consumer.wait_for_job()
@@ -72,7 +72,7 @@ def test_blmove_is_refused_on_a_full_server_and_waiting_for_a_wake_is_not(full: 
 
 
 @pytest.mark.fault("scripts forgotten")
-def test_a_server_that_forgot_its_scripts_gets_them_again(queue: OneQueue) -> None:
+def test_scripts_are_loaded_again_after_the_server_lost_them(queue: OneQueue) -> None:
     worker = queue.worker()
     steps: tuple[Callable[[], bool], ...] = (
         lambda: queue.enqueue("a") == ["a"],
@@ -87,9 +87,9 @@ def test_a_server_that_forgot_its_scripts_gets_them_again(queue: OneQueue) -> No
         assert step()
 
 
-@pytest.mark.one_server  # of a cluster the link of a node makes the call, which is not this one
+@pytest.mark.one_server  # in a cluster the call goes through the link of a node, not through this one
 @pytest.mark.fault("scripts forgotten")
-def test_a_script_that_is_forgotten_as_soon_as_it_is_loaded_was_not_run_and_that_is_said(
+def test_a_script_lost_right_after_loading_is_reported_as_not_run(
     queue: OneQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     call = queue.link._call
@@ -108,7 +108,7 @@ def test_a_script_that_is_forgotten_as_soon_as_it_is_loaded_was_not_run_and_that
 
 @pytest.mark.fault("payload corrupt, truncated or nested")
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_a_broken_record_is_claimed_so_that_it_can_fail(queue: OneQueue, garbage: bytes) -> None:
+def test_an_invalid_record_is_claimed_so_that_it_can_fail(queue: OneQueue, garbage: bytes) -> None:
     queue.enqueue("a", "b")
     queue.redis.hset(queue.key("jobs"), "a", garbage)
     worker = queue.worker()
@@ -121,7 +121,7 @@ def test_a_broken_record_is_claimed_so_that_it_can_fail(queue: OneQueue, garbage
 
 @pytest.mark.fault("payload corrupt, truncated or nested")
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_a_broken_record_comes_back_from_a_dead_worker(queue: OneQueue, garbage: bytes) -> None:
+def test_an_invalid_record_is_recovered_from_a_dead_worker(queue: OneQueue, garbage: bytes) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=2)
@@ -132,8 +132,8 @@ def test_a_broken_record_comes_back_from_a_dead_worker(queue: OneQueue, garbage:
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_a_broken_record_can_be_seen_counted_and_cancelled(queue: OneQueue, garbage: bytes) -> None:
-    # If the priority cannot be read, its hint may be in any list.
+def test_an_invalid_record_can_be_shown_counted_and_cancelled(queue: OneQueue, garbage: bytes) -> None:
+    # If the priority cannot be read, the hint may be in any list.
     queue.enqueue("a", priority=5 if garbage[1:3] == b"5 " else 3)
     queue.enqueue("b")
     queue.redis.hset(queue.key("jobs"), "a", garbage)
@@ -149,7 +149,7 @@ def test_a_broken_record_can_be_seen_counted_and_cancelled(queue: OneQueue, garb
 
 
 @pytest.mark.parametrize("garbage", GARBAGE)
-def test_a_broken_record_does_not_stop_the_purge(queue: OneQueue, garbage: bytes) -> None:
+def test_an_invalid_record_does_not_stop_the_purge(queue: OneQueue, garbage: bytes) -> None:
     queue.enqueue("a")
     queue.redis.hset(queue.key("jobs"), "a", garbage)
     queue.redis.hset(queue.key("dead:jobs"), "b@1", garbage)
@@ -162,7 +162,7 @@ def test_a_broken_record_does_not_stop_the_purge(queue: OneQueue, garbage: bytes
     assert queue.registry.names() == {}
 
 
-def test_a_hint_that_is_no_id_is_dropped_and_the_journal_stays_readable(queue: OneQueue) -> None:
+def test_a_hint_that_is_not_an_id_is_dropped_and_the_journal_stays_readable(queue: OneQueue) -> None:
     queue.redis.rpush(queue.key("pending"), b"\xff\n x", b"two words", b"plain")
     queue.enqueue("a")
     assert queue.worker().turn(want=9) == ["a"]

@@ -1,4 +1,4 @@
-"""Guards in the scripts that matter in rare moments only, each shown to be needed."""
+"""Guards in the scripts that matter only in rare cases, one test for each."""
 
 import pytest
 
@@ -21,7 +21,7 @@ def fail_to_retry_now(worker: HandWorker, job_id: str = "a") -> None:
 
 
 def failed_once(queue: OneQueue) -> HandWorker:
-    """A worker that runs `a` for the second time."""
+    """Returns a worker that runs `a` for the second time."""
     worker = queue.worker()
     queue.enqueue("a")
     worker.turn(want=1)
@@ -31,7 +31,7 @@ def failed_once(queue: OneQueue) -> HandWorker:
     return worker
 
 
-def test_a_reset_that_was_blocked_forgets_the_attempts_of_the_job_that_comes_back(redis_url: str) -> None:
+def test_a_blocked_reset_clears_the_attempts_of_the_returning_job(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=9) as queue:
         worker = failed_once(queue)
         queue.enqueue("a", if_exists="update")
@@ -62,7 +62,7 @@ def test_a_lowered_dead_max_is_reached_in_slices(queue: OneQueue) -> None:
     assert queue.redis.zcard(queue.key("dead")) == 151
 
 
-def test_a_lost_host_s_job_that_had_not_begun_is_not_counted_and_no_key_of_it_is_left(queue: OneQueue) -> None:
+def test_an_unstarted_job_of_a_lost_host_is_not_counted_and_leaves_no_keys(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker("w2", "p2")
     worker.turn(want=1)
@@ -81,7 +81,7 @@ def test_no_wake_list_of_a_removed_worker_is_left(queue: OneQueue) -> None:
     assert queue.redis.keys("*:wake") == []
 
 
-def test_a_removed_worker_is_not_rescued_into_life(queue: OneQueue) -> None:
+def test_a_rescue_does_not_register_a_removed_worker_again(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.recover(worker)
     queue.enqueue("a", "b")
@@ -91,7 +91,7 @@ def test_a_removed_worker_is_not_rescued_into_life(queue: OneQueue) -> None:
         worker.turn()
 
 
-def test_a_job_beside_its_own_hint_is_done_once(queue: OneQueue) -> None:
+def test_a_job_with_a_duplicate_hint_is_done_once(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=2)
@@ -100,7 +100,7 @@ def test_a_job_beside_its_own_hint_is_done_once(queue: OneQueue) -> None:
     assert queue.inspector.counts().done == 1
 
 
-def test_a_job_beside_its_own_stale_hint_is_given_back_once(queue: OneQueue) -> None:
+def test_a_job_with_a_stale_hint_is_returned_once(queue: OneQueue) -> None:
     queue.enqueue("a", "z")
     queue.producer.cancel("a")
     queue.enqueue("a", priority=0)
@@ -111,7 +111,7 @@ def test_a_job_beside_its_own_stale_hint_is_given_back_once(queue: OneQueue) -> 
     assert queue.state() == State(jobs=set("az"), waiting={0: ["a"], 5: ["z"]})
 
 
-def test_a_hint_of_a_job_that_runs_elsewhere_is_not_given_back(queue: OneQueue) -> None:
+def test_a_hint_of_a_job_running_elsewhere_is_not_returned(queue: OneQueue) -> None:
     queue.enqueue("a")
     queue.redis.rpush(queue.key("pending"), "a")
     queue.worker("w1").turn(want=1)
@@ -129,7 +129,7 @@ def test_a_hint_without_a_record_does_not_stop_recovery(queue: OneQueue) -> None
     assert queue.state() == State(jobs=set())
 
 
-def test_a_hint_is_not_told_as_returned_and_not_taken_for_a_running_job(queue: OneQueue) -> None:
+def test_a_hint_is_neither_journaled_as_returned_nor_taken_for_a_running_job(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn()
@@ -139,7 +139,7 @@ def test_a_hint_is_not_told_as_returned_and_not_taken_for_a_running_job(queue: O
     assert queue.journal_events() == [("enqueued", "a")]
 
 
-def test_a_new_head_of_what_is_scheduled_is_told_and_nothing_else(queue: OneQueue) -> None:
+def test_only_a_new_earliest_scheduled_time_is_published(queue: OneQueue) -> None:
     listener = queue.redis.pubsub(ignore_subscribe_messages=True)
     listener.subscribe(queue.channel("due"))
     listener.get_message(timeout=5)
@@ -149,7 +149,7 @@ def test_a_new_head_of_what_is_scheduled_is_told_and_nothing_else(queue: OneQueu
     told: list[bytes] = []
     while not told or told[-1] != b"end":
         message = listener.get_message(timeout=5)
-        assert message is not None, "nothing more is told"
+        assert message is not None, "nothing more is published"
         told.append(message["data"])
     listener.close()
     now = queue.redis.time()[0]
@@ -159,7 +159,7 @@ def test_a_new_head_of_what_is_scheduled_is_told_and_nothing_else(queue: OneQueu
     ]
 
 
-def test_many_jobs_that_are_due_together_are_promoted_in_slices(queue: OneQueue) -> None:
+def test_many_due_jobs_are_promoted_in_slices(queue: OneQueue) -> None:
     ids = [f"n{n}" for n in range(550)]
     queue.producer.enqueue([new_job(1, id=job_id, run_at=FUTURE) for job_id in ids])
     queue.redis.zadd(queue.key("scheduled"), {job_id: 1000 + n for n, job_id in enumerate(ids)})
@@ -167,7 +167,7 @@ def test_many_jobs_that_are_due_together_are_promoted_in_slices(queue: OneQueue)
     assert queue.pending() == ids[:500]
 
 
-def test_jobs_that_are_due_together_keep_their_order_in_the_list_of_each_priority(queue: OneQueue) -> None:
+def test_jobs_due_together_keep_their_order_in_each_priority(queue: OneQueue) -> None:
     jobs = [new_job(1, id=f"n{n}", priority=(5, 3, 7)[n % 3], run_at=FUTURE) for n in range(30)]
     queue.producer.enqueue(jobs)
     queue.redis.zadd(queue.key("scheduled"), {job.id: 1000 + n / 4096 for n, job in enumerate(jobs)})
@@ -183,13 +183,13 @@ def test_a_scheduled_id_without_a_record_is_forgotten(queue: OneQueue) -> None:
     assert queue.state() == State(jobs=set())
 
 
-def test_a_token_stands_for_its_first_id_however_often_the_call_is_repeated(queue: OneQueue) -> None:
+def test_a_token_returns_its_first_id_for_any_number_of_repeated_calls(queue: OneQueue) -> None:
     assert [queue.enqueue(job_id, token="t") for job_id in "abc"] == [["a"], ["a"], ["a"]]
     assert queue.enqueue("d", "e", token="u") == ["d", "d"]
     assert queue.enqueue("f", token="u") == ["d"]
 
 
-def test_an_update_that_changes_no_time_keeps_the_place_among_those_due_with_it(queue: OneQueue) -> None:
+def test_an_update_without_a_time_change_keeps_the_order_of_jobs_due_together(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job(1, id=job_id, run_at=FUTURE) for job_id in "ab"])
     queue.producer.enqueue([new_job(2, id="a", run_at=FUTURE)])
     assert queue.redis.zrange(queue.key("scheduled"), 0, -1) == [b"a", b"b"]
@@ -202,7 +202,7 @@ def test_an_update_keeps_the_place_in_line(queue: OneQueue) -> None:
     assert queue.journal_events()[2] == ("updated", "a")
 
 
-def test_a_broken_record_is_replaced_by_the_next_dispatch_of_its_id(queue: OneQueue) -> None:
+def test_an_invalid_record_is_replaced_by_the_next_dispatch_of_its_id(queue: OneQueue) -> None:
     queue.enqueue("a")
     queue.redis.hset(queue.key("jobs"), "a", b"\x00garbage")
     queue.producer.enqueue([new_job("whole", id="a")], Update(update_data=False))
@@ -210,7 +210,7 @@ def test_a_broken_record_is_replaced_by_the_next_dispatch_of_its_id(queue: OneQu
     assert queue.worker().turn(want=2) == ["a"]
 
 
-def test_after_a_thousand_retries_without_backoff_there_is_still_none(redis_url: str) -> None:
+def test_a_backoff_of_zero_stays_zero_after_a_thousand_retries(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=5000, min_backoff_ms=0) as queue:
         queue.enqueue("a")
         worker = queue.worker()
@@ -221,7 +221,7 @@ def test_after_a_thousand_retries_without_backoff_there_is_still_none(redis_url:
 
 
 @pytest.mark.parametrize("step", ["evict", "recover", "rescue", "promote"])
-def test_work_of_another_priority_that_comes_back_wakes_a_worker(queue: OneQueue, step: str) -> None:
+def test_returned_work_of_another_priority_wakes_a_worker(queue: OneQueue, step: str) -> None:
     queue.enqueue("a", "b", priority=3)
     worker = queue.worker("w2", "p2")
     worker.turn(want=2)
@@ -253,7 +253,7 @@ def test_calls_about_a_deleted_queue_leave_nothing_behind(queue: OneQueue) -> No
     assert queue.redis.zrange(queue.key("graves"), 0, -1) == graves
 
 
-def test_a_heartbeat_and_a_busy_worker_promote_what_is_due(queue: OneQueue) -> None:
+def test_a_heartbeat_and_a_busy_worker_promote_due_jobs(queue: OneQueue) -> None:
     worker = queue.worker()
     for step in ("beat", "turn"):
         queue.producer.enqueue([new_job(1, id=step, run_at=FUTURE)])
@@ -266,20 +266,20 @@ def test_a_heartbeat_and_a_busy_worker_promote_what_is_due(queue: OneQueue) -> N
         worker.consumer.turn(worker.number, [step, worker.fence, 1], [], 0, 0)
 
 
-def test_a_heartbeat_forgets_the_place_of_a_worker_that_it_does_not_name(queue: OneQueue) -> None:
+def test_a_heartbeat_forgets_the_position_of_a_worker_it_does_not_list(queue: OneQueue) -> None:
     queue.recovery().heartbeat(queue.name, 1000, [Position("w1", 1, 0, True)])
     queue.recovery().heartbeat(queue.name, 1000, [Position("w2", 1, 0, True)])
     assert queue.hash("processor:p1:positions") == {"w2": "1 0 1"}
 
 
-def test_a_worker_that_joins_does_not_renew_a_processor_that_has_fallen_silent(queue: OneQueue) -> None:
+def test_a_joining_worker_does_not_renew_a_silent_processor(queue: OneQueue) -> None:
     queue.worker("w1")
     queue.redis.zadd(queue.key("processors"), {"p1": 5})
     queue.worker("w2")
     assert queue.redis.zscore(queue.key("processors"), "p1") == 5
 
 
-def test_graves_of_a_deleted_queue_expire_unless_it_is_made_again(queue: OneQueue) -> None:
+def test_graves_of_a_deleted_queue_expire_unless_it_is_created_again(queue: OneQueue) -> None:
     queue.worker()
     queue.registry.delete(queue.name, force=True)
     queue.registry.purge(queue.name, lambda jobs: None)
@@ -288,7 +288,7 @@ def test_graves_of_a_deleted_queue_expire_unless_it_is_made_again(queue: OneQueu
     assert queue.redis.ttl(queue.key("graves")) == -1
 
 
-def test_a_rescue_with_nothing_to_give_back_settles_nothing(queue: OneQueue) -> None:
+def test_a_rescue_with_nothing_to_return_settles_nothing(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=2)
@@ -296,7 +296,7 @@ def test_a_rescue_with_nothing_to_give_back_settles_nothing(queue: OneQueue) -> 
     assert worker.whole_turn(done="ab").refused == []
 
 
-def test_a_queue_that_was_made_again_does_not_count_as_deleted(queue: OneQueue) -> None:
+def test_a_queue_created_again_does_not_count_as_deleted(queue: OneQueue) -> None:
     queue.registry.delete(queue.name, force=True)
     queue.registry.purge(queue.name, lambda jobs: None)
     assert queue.redis.exists(queue.key("deleted")) == 1
@@ -304,14 +304,14 @@ def test_a_queue_that_was_made_again_does_not_count_as_deleted(queue: OneQueue) 
     assert queue.redis.exists(queue.key("deleted")) == 0
 
 
-def test_run_at_and_run_in_put_a_job_off(queue: OneQueue) -> None:
+def test_run_at_and_run_in_delay_a_job(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job(1, id="a", run_at=FUTURE), new_job(1, id="b", run_in=3600)])
     assert queue.worker().turn(want=2) == []
     assert queue.inspector.job("a")["run_at"] == pytest.approx(FUTURE, abs=1)
     assert queue.inspector.job("b")["run_at"] == pytest.approx(queue.redis.time()[0] + 3600, abs=60)
 
 
-def test_an_update_that_resets_forgets_the_attempts(redis_url: str) -> None:
+def test_an_update_with_reset_clears_the_attempts(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=9) as queue:
         fail_to_retry_now(failed_once(queue))
         queue.producer.enqueue([new_job(1, id="a")], Update(reset_counts=False))
@@ -320,7 +320,7 @@ def test_an_update_that_resets_forgets_the_attempts(redis_url: str) -> None:
         assert attempts(queue) == []
 
 
-def test_a_processor_that_had_lapsed_itself_evicts_nobody(queue: OneQueue) -> None:
+def test_a_processor_that_had_expired_itself_evicts_nobody(queue: OneQueue) -> None:
     for processor in ("p1", "p2"):
         queue.worker(f"w-{processor}", processor)
         queue.recovery(processor).heartbeat(queue.name, EXPIRY_MS, [])
@@ -329,21 +329,21 @@ def test_a_processor_that_had_lapsed_itself_evicts_nobody(queue: OneQueue) -> No
     assert queue.recovery("p1").heartbeat(queue.name, EXPIRY_MS, []).evicted == []
 
 
-def test_a_worker_cannot_join_a_queue_that_is_gone(queue: OneQueue) -> None:
+def test_a_worker_cannot_join_a_deleted_queue(queue: OneQueue) -> None:
     queue.registry.delete(queue.name, force=True)
     with pytest.raises(UnknownQueue):
         queue.worker()
 
 
 @pytest.mark.one_server
-def test_a_name_that_is_reserved_for_another_mode_is_refused_before_its_queue_is_made(queue: OneQueue) -> None:
+def test_a_name_reserved_for_another_mode_is_refused_before_the_queue_is_created(queue: OneQueue) -> None:
     queue.redis.hset("forq:queues", "half", "external")
     with pytest.raises(QueueExists):
         queue.registry.create("half", "work", 100, {}, {})
     assert queue.redis.keys("*{half}*") == []
 
 
-def test_what_is_blocked_behind_a_removed_job_runs_after_that_has_failed(queue: OneQueue) -> None:
+def test_a_job_blocked_behind_a_removed_job_runs_after_that_one_failed(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)
@@ -352,14 +352,14 @@ def test_what_is_blocked_behind_a_removed_job_runs_after_that_has_failed(queue: 
     assert worker.turn(failed="a", want=1) == ["a"]
 
 
-def test_a_hint_that_is_there_twice_is_once_in_a_batch(queue: OneQueue) -> None:
+def test_a_duplicate_hint_is_claimed_once_per_batch(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     queue.redis.lpush(queue.key("pending"), "a")
     assert queue.worker().turn(want=3) == ["a", "b"]
 
 
 @pytest.mark.parametrize("journal", [1, 0])
-def test_fences_go_on_growing_while_the_clock_is_behind(redis_url: str, journal: int) -> None:
+def test_fences_keep_growing_while_the_clock_is_behind(redis_url: str, journal: int) -> None:
     with one_queue(redis_url, journal=journal) as queue:
         queue.enqueue("a", "b", "c")
         worker = queue.worker()

@@ -1,4 +1,4 @@
-"""heartbeat and evict: who counts as silent, and what becomes of what he held."""
+"""heartbeat and evict: which processors count as silent, and what happens to their jobs."""
 
 import time
 
@@ -14,7 +14,7 @@ def beat(queue: OneQueue, processor: str = "p1", *positions: Position) -> list[s
 
 
 def pass_time(queue: OneQueue, ms: int) -> None:
-    """Moves every time that the queue remembers into the past."""
+    """Moves every stored time of the queue into the past."""
     for name in ("processors", "graves"):
         for member, score in queue.redis.zrange(queue.key(name), 0, -1, withscores=True):
             queue.redis.zadd(queue.key(name), {member: score - ms})
@@ -23,8 +23,8 @@ def pass_time(queue: OneQueue, ms: int) -> None:
         queue.redis.hset(queue.key("counts"), name, int(counts[name]) - ms)
 
 
-def live_on(queue: OneQueue, ms: int, *processors: str) -> list[str]:
-    """Heartbeats of these processors, a third of the expiry apart, for so long; whom they evicted."""
+def beat_for(queue: OneQueue, ms: int, *processors: str) -> list[str]:
+    """Sends heartbeats of these processors for `ms`, a third of the expiry apart; returns the evicted processors."""
     evicted: list[str] = []
     for _ in range(0, ms, EXPIRY_MS // 3):
         pass_time(queue, EXPIRY_MS // 3)
@@ -41,15 +41,15 @@ def test_a_heartbeat_renews_its_processor(queue: OneQueue) -> None:
     assert left == pytest.approx(EXPIRY_MS, abs=2000)
 
 
-def test_a_processor_that_falls_silent_is_evicted_by_one_that_went_on(queue: OneQueue) -> None:
+def test_a_silent_processor_is_evicted_by_a_live_one(queue: OneQueue) -> None:
     queue.enqueue("a", "b", "c")
     silent = queue.worker("w2", "p2")
     silent.turn(want=3)
     beat(queue, "p1")
-    live_on(queue, EXPIRY_MS, "p1", "p2")
+    beat_for(queue, EXPIRY_MS, "p1", "p2")
     beat(queue, "p2", Position("w2", silent.number, 1, True))
-    assert live_on(queue, EXPIRY_MS * 2 // 3, "p1") == []
-    assert live_on(queue, EXPIRY_MS * 2 // 3, "p1") == ["p2"]
+    assert beat_for(queue, EXPIRY_MS * 2 // 3, "p1") == []
+    assert beat_for(queue, EXPIRY_MS * 2 // 3, "p1") == ["p2"]
     assert queue.state() == State(jobs={"b", "c"}, waiting={5: ["b", "c"]})
     assert [queue.stall_count(job_id) for job_id in "bc"] == [1, 0]
     assert ("stalled", "b") in queue.journal_events()
@@ -70,7 +70,7 @@ def test_an_evicted_processor_is_fenced_in_every_call(queue: OneQueue) -> None:
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
 
 
-def test_evict_goes_by_the_last_heartbeat_only_if_no_turn_came_after(queue: OneQueue) -> None:
+def test_evict_uses_the_positions_of_the_last_heartbeat_only_if_no_turn_followed(queue: OneQueue) -> None:
     queue.enqueue("a", "b", "c", "d")
     worker = queue.worker("w2", "p2")
     worker.turn(want=2)
@@ -82,7 +82,7 @@ def test_evict_goes_by_the_last_heartbeat_only_if_no_turn_came_after(queue: OneQ
 
 
 @pytest.mark.spec("Q19")
-def test_evict_of_a_processor_without_heartbeat_counts_the_only_job_of_a_worker_and_of_several_none(
+def test_evict_without_a_heartbeat_counts_a_single_held_job_but_none_of_several(
     queue: OneQueue,
 ) -> None:
     queue.enqueue("a", "b", "c")
@@ -97,42 +97,44 @@ def test_evict_of_a_processor_without_heartbeat_counts_the_only_job_of_a_worker_
 
 
 @pytest.fixture
-def two_that_sweep(queue: OneQueue) -> OneQueue:
-    """p1 and p2 have been beating for long enough to judge others."""
+def two_live_processors(queue: OneQueue) -> OneQueue:
+    """p1 and p2 have sent heartbeats long enough to evict others."""
     for processor in ("p1", "p2"):
         queue.worker(f"w-{processor}", processor)
         beat(queue, processor)
-    assert live_on(queue, 2 * EXPIRY_MS, "p1", "p2") == []
+    assert beat_for(queue, 2 * EXPIRY_MS, "p1", "p2") == []
     return queue
 
 
 @pytest.mark.fault("server frozen")
-def test_after_a_frozen_server_nobody_is_evicted_before_everybody_could_speak(two_that_sweep: OneQueue) -> None:
-    pass_time(two_that_sweep, 10 * EXPIRY_MS)
-    assert beat(two_that_sweep, "p1") == []
-    assert live_on(two_that_sweep, EXPIRY_MS * 2 // 3, "p1") == []
-    beat(two_that_sweep, "p2")
+def test_after_a_server_freeze_no_processor_is_evicted_before_all_could_send_heartbeats(
+    two_live_processors: OneQueue,
+) -> None:
+    pass_time(two_live_processors, 10 * EXPIRY_MS)
+    assert beat(two_live_processors, "p1") == []
+    assert beat_for(two_live_processors, EXPIRY_MS * 2 // 3, "p1") == []
+    beat(two_live_processors, "p2")
 
 
-def test_who_stays_silent_after_the_server_thawed_is_evicted(two_that_sweep: OneQueue) -> None:
-    pass_time(two_that_sweep, 10 * EXPIRY_MS)
-    assert live_on(two_that_sweep, 2 * EXPIRY_MS, "p1") == ["p2"]
+def test_a_processor_that_stays_silent_after_a_server_freeze_is_evicted(two_live_processors: OneQueue) -> None:
+    pass_time(two_live_processors, 10 * EXPIRY_MS)
+    assert beat_for(two_live_processors, 2 * EXPIRY_MS, "p1") == ["p2"]
 
 
-def test_a_newcomer_after_a_frozen_server_evicts_nobody(two_that_sweep: OneQueue) -> None:
-    pass_time(two_that_sweep, 2 * EXPIRY_MS)
-    two_that_sweep.worker("w3", "p3")
-    assert [beat(two_that_sweep, "p3") for _ in range(3)] == [[], [], []]
-    beat(two_that_sweep, "p1")
-    beat(two_that_sweep, "p2")
+def test_a_new_processor_after_a_server_freeze_evicts_nobody(two_live_processors: OneQueue) -> None:
+    pass_time(two_live_processors, 2 * EXPIRY_MS)
+    two_live_processors.worker("w3", "p3")
+    assert [beat(two_live_processors, "p3") for _ in range(3)] == [[], [], []]
+    beat(two_live_processors, "p1")
+    beat(two_live_processors, "p2")
 
 
-def test_a_freeze_shorter_than_the_expiry_evicts_nobody_either(two_that_sweep: OneQueue) -> None:
-    pass_time(two_that_sweep, EXPIRY_MS // 3 - 500)
-    beat(two_that_sweep, "p1")
-    pass_time(two_that_sweep, EXPIRY_MS * 3 // 4)
-    assert beat(two_that_sweep, "p1") == []
-    beat(two_that_sweep, "p2")
+def test_a_server_freeze_shorter_than_the_expiry_evicts_nobody(two_live_processors: OneQueue) -> None:
+    pass_time(two_live_processors, EXPIRY_MS // 3 - 500)
+    beat(two_live_processors, "p1")
+    pass_time(two_live_processors, EXPIRY_MS * 3 // 4)
+    assert beat(two_live_processors, "p1") == []
+    beat(two_live_processors, "p2")
 
 
 @pytest.mark.fault("clock of the server jumps")
@@ -140,18 +142,18 @@ def test_one_heartbeat_evicts_one_processor_at_most(queue: OneQueue) -> None:
     beat(queue, "p1")
     for processor in ("p2", "p3", "p4"):
         beat(queue, processor)
-    live_on(queue, 2 * EXPIRY_MS, "p1", "p2", "p3", "p4")
+    beat_for(queue, 2 * EXPIRY_MS, "p1", "p2", "p3", "p4")
     for processor in ("p2", "p3", "p4"):
         queue.redis.zadd(queue.key("processors"), {processor: 1})
     assert [len(beat(queue, "p1")) for _ in range(4)] == [1, 1, 1, 0]
 
 
 @pytest.mark.fault("clock of the server jumps")
-def test_a_clock_that_was_set_back_does_not_stop_the_sweeping_for_long(queue: OneQueue) -> None:
+def test_a_clock_set_back_does_not_stop_evictions_for_long(queue: OneQueue) -> None:
     beat(queue, "p1")
     pass_time(queue, -100 * EXPIRY_MS)
     beat(queue, "p2")
-    assert "p2" in live_on(queue, 3 * EXPIRY_MS, "p1")
+    assert "p2" in beat_for(queue, 3 * EXPIRY_MS, "p1")
 
 
 def test_graves_are_drained_and_forgotten(queue: OneQueue) -> None:
@@ -171,15 +173,15 @@ def graves(queue: OneQueue) -> set[str]:
     return {grave.decode() for grave in queue.redis.zrange(queue.key("graves"), 0, -1)}
 
 
-def dig_graves(queue: OneQueue, number: int, *, ms: int) -> list[str]:
-    """Graves of workers that are forgotten in this time, one millisecond after the other."""
+def add_graves(queue: OneQueue, number: int, *, ms: int) -> list[str]:
+    """Adds graves of workers that expire after `ms`, one millisecond apart."""
     seconds, _ = queue.redis.time()
     workers = [f"old{n}" for n in range(number)]
     queue.redis.zadd(queue.key("graves"), {f"p9 {worker}": seconds * 1000 + ms + n for n, worker in enumerate(workers)})
     return workers
 
 
-def test_a_worker_s_grave_is_forgotten_after_an_hour_and_a_processor_s_after_a_day(queue: OneQueue) -> None:
+def test_a_workers_grave_expires_after_an_hour_and_a_processors_after_a_day(queue: OneQueue) -> None:
     queue.recover(queue.worker())
     queue.worker("w2", "p2")
     queue.recovery().evict(queue.name, "p2", "supervisor_lost")
@@ -198,8 +200,8 @@ def test_a_worker_s_grave_is_forgotten_after_an_hour_and_a_processor_s_after_a_d
     assert graves(queue) == set()
 
 
-def test_a_grave_is_looked_into_before_it_is_forgotten(queue: OneQueue) -> None:
-    """Nobody served the queue for hours after a late BLMOVE."""
+def test_a_grave_is_drained_before_it_is_forgotten(queue: OneQueue) -> None:
+    """The queue was not served for hours after a late BLMOVE."""
     worker = queue.worker()
     queue.recover(worker)
     queue.enqueue("a")
@@ -211,7 +213,7 @@ def test_a_grave_is_looked_into_before_it_is_forgotten(queue: OneQueue) -> None:
 
 
 def test_only_the_newest_graves_of_workers_are_kept(queue: OneQueue) -> None:
-    dig_graves(queue, 4095, ms=60_000)
+    add_graves(queue, 4095, ms=60_000)
     # It was evicted 23 hours ago.
     queue.redis.zadd(queue.key("graves"), {"p2": queue.redis.time()[0] * 1000 + 30_000})
     queue.enqueue("a", "b")
@@ -222,11 +224,11 @@ def test_only_the_newest_graves_of_workers_are_kept(queue: OneQueue) -> None:
     assert queue.redis.zscore(queue.key("graves"), "p2")
     assert {"p1 w0", "p1 w1", "p9 old4094"} <= graves(queue)
     assert "p9 old0" not in graves(queue)
-    assert "a" in queue.pending(), "it was looked for before its grave was forgotten"
+    assert "a" in queue.pending(), "its grave was drained before it was forgotten"
 
 
-def test_many_graves_are_looked_into_in_rotation(queue: OneQueue) -> None:
-    workers = dig_graves(queue, 4000, ms=3_000_000)
+def test_many_graves_are_drained_in_rotation(queue: OneQueue) -> None:
+    workers = add_graves(queue, 4000, ms=3_000_000)
     ids = [f"j{n}" for n in range(40)]
     queue.enqueue(*ids)
     for worker in workers[::100]:
@@ -237,7 +239,7 @@ def test_many_graves_are_looked_into_in_rotation(queue: OneQueue) -> None:
     assert set(queue.pending()) == set(ids)
 
 
-def test_a_queue_that_was_deleted_and_one_that_was_lost_are_told_apart(queue: OneQueue) -> None:
+def test_a_deleted_queue_and_a_lost_one_are_reported_differently(queue: OneQueue) -> None:
     queue.registry.delete(queue.name, force=True)
     with pytest.raises(QueueGone) as deleted:
         beat(queue)
@@ -248,6 +250,6 @@ def test_a_queue_that_was_deleted_and_one_that_was_lost_are_told_apart(queue: On
     assert not lost.value.deleted
 
 
-def test_evict_of_a_queue_that_is_gone_does_nothing(queue: OneQueue) -> None:
+def test_evict_of_a_deleted_queue_does_nothing(queue: OneQueue) -> None:
     queue.registry.delete(queue.name, force=True)
     assert queue.recovery().evict(queue.name, "p2", "supervisor_lost") == 0

@@ -1,4 +1,4 @@
-"""Queues that somebody has left half made or half deleted are found, after a while and not before."""
+"""Queues left half created or half deleted are reported after a while, not before."""
 
 import pytest
 
@@ -12,7 +12,7 @@ def enter(queue: OneQueue, name: str, entry: str) -> None:
     queue.link.call("HSET", registry_key(DEFAULT_PREFIX), name, entry)
 
 
-def test_a_half_is_told_once_it_has_been_one_for_long_and_until_it_is_mended(queue: OneQueue) -> None:
+def test_an_incomplete_queue_is_reported_after_a_while_and_until_it_is_repaired(queue: OneQueue) -> None:
     found = IncompleteQueues(queue.registry)
     enter(queue, "half", "work")
     enter(queue, "marked", "deleting 7")
@@ -27,7 +27,7 @@ def test_a_half_is_told_once_it_has_been_one_for_long_and_until_it_is_mended(que
     assert queue.registry.names() == {"q": "work"}
 
 
-def test_one_that_was_whole_in_between_is_a_new_half(queue: OneQueue) -> None:
+def test_the_time_starts_again_after_the_queue_was_complete(queue: OneQueue) -> None:
     found = IncompleteQueues(queue.registry)
     enter(queue, "half", "work")
     found.find(0.0)
@@ -38,7 +38,7 @@ def test_one_that_was_whole_in_between_is_a_new_half(queue: OneQueue) -> None:
     assert found.find(40.0 + ABANDONED_SECONDS) == ["half"]
 
 
-def test_of_many_queues_some_are_looked_at_at_a_time(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_queues_are_checked_in_slices(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(7):
         enter(queue, f"half-{number}", "work")
     found = IncompleteQueues(queue.registry)

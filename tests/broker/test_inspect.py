@@ -1,4 +1,4 @@
-"""counts, one job, pages of jobs."""
+"""Counts, a single job, and pages of jobs."""
 
 import re
 from typing import Any
@@ -13,7 +13,7 @@ from tests.support.drive.one_queue import OneQueue, one_queue
 
 
 def ids(queue: OneQueue, state: str | None = None, limit: int = 100) -> list[str]:
-    """The ids of all pages."""
+    """Returns the ids of all pages."""
     found: list[str] = []
     after: str | None = None
     while True:
@@ -25,7 +25,7 @@ def ids(queue: OneQueue, state: str | None = None, limit: int = 100) -> list[str
 
 
 @pytest.mark.spec("N4")
-def test_counts_say_how_many_jobs_are_in_which_state(queue: OneQueue) -> None:
+def test_counts_return_the_number_of_jobs_per_state(queue: OneQueue) -> None:
     queue.enqueue("a", "b", "c", "d")
     queue.enqueue("e", priority=9)
     worker = queue.worker()
@@ -48,7 +48,7 @@ def test_in_flight_is_the_sum_of_the_registered_processing_lists(queue: OneQueue
 
 
 @pytest.mark.spec("N5")
-def test_the_counts_of_many_queues_come_in_one_look(redis_url: str) -> None:
+def test_the_counts_of_many_queues_are_read_in_one_call(redis_url: str) -> None:
     with one_queue(redis_url, "one") as one, one_queue(redis_url, "two") as two:
         one.enqueue("a")
         two.enqueue("a", "b")
@@ -68,27 +68,27 @@ def test_the_oldest_waiting_job_is_found_in_any_list_behind_stale_hints(queue: O
 
 
 def enqueued_at(queue: OneQueue, job_id: str, seconds: float) -> None:
-    """Makes a job look as if it had been enqueued at this time."""
+    """Sets the enqueue time of a job."""
     flag, _, rest = queue.redis.hget(queue.key("jobs"), job_id).decode().partition(" ")
     old = re.sub(r"^\d+", str(round(seconds * 1000)), rest)
     queue.redis.hset(queue.key("jobs"), job_id, f"{flag} {old}")
 
 
 def oldest(queue: OneQueue) -> object:
-    """Since when the oldest waiting job waits: epoch seconds, give or take what a test may take."""
+    """Returns since when the oldest waiting job waits, in epoch seconds, rounded to hide the duration of the test."""
     age = queue.inspector.counts().oldest_waiting_seconds
     return None if age is None else pytest.approx(queue.redis.time()[0] - age, abs=60)
 
 
 @pytest.mark.parametrize("place", ["priority", "suspect", "retry"])
-def test_every_kind_of_waiting_has_an_age(redis_url: str, place: str) -> None:
+def test_every_kind_of_waiting_job_has_an_age(redis_url: str, place: str) -> None:
     with one_queue(redis_url, retry_lane_retries=1, min_backoff_ms=0, max_backoff_ms=0) as queue:
         worker = queue.worker()
         queue.enqueue("a", priority=9 if place == "priority" else 5)
         enqueued_at(queue, "a", 1000)
         if place != "priority":
             worker.turn(want=1)
-            assert oldest(queue) is None, "what runs does not wait"
+            assert oldest(queue) is None, "a running job does not wait"
         if place == "suspect":
             queue.recover(worker, running=True, outcome="suspect")
         elif place == "retry":
@@ -99,7 +99,7 @@ def test_every_kind_of_waiting_has_an_age(redis_url: str, place: str) -> None:
         assert oldest(queue) == 1000
 
 
-def test_a_job_that_is_due_waits_since_its_time(queue: OneQueue) -> None:
+def test_a_due_job_waits_since_its_run_at(queue: OneQueue) -> None:
     now = queue.redis.time()[0]
     queue.producer.enqueue([new_job(1, id="a", run_at=now + 1000), new_job(1, id="b", run_at=now + 2000)])
     assert oldest(queue) is None
@@ -108,22 +108,22 @@ def test_a_job_that_is_due_waits_since_its_time(queue: OneQueue) -> None:
     assert queue.inspector.counts().overdue == 1
 
 
-def test_a_job_that_had_a_time_ahead_has_not_waited_before_it(queue: OneQueue) -> None:
+def test_a_delayed_job_waits_only_from_its_run_at(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job(1, id="a", run_at=4_000_000_000)])
     enqueued_at(queue, "a", 1000)
     queue.redis.zadd(queue.key("scheduled"), {"a": 1})
     queue.recovery().promote(queue.name)
     assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(0, abs=60)
     queue.redis.hincrby(queue.key("counts"), "idle_until_ms", -500_000)
-    assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "from then on it does"
+    assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "it waits from its run_at"
     queue.producer.enqueue([new_job(1, id="b", run_at=4_000_000_000)])
     queue.redis.zadd(queue.key("scheduled"), {"b": 1})
     queue.recovery().promote(queue.name)
-    assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "with others behind it, too"
+    assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "also with others behind it"
 
 
-def test_the_oldest_is_not_always_the_first(queue: OneQueue) -> None:
-    """What comes back goes to the front, the last one first."""
+def test_the_oldest_job_is_not_always_the_first(queue: OneQueue) -> None:
+    """Returned jobs go to the front, the last one first."""
     queue.enqueue("a", "b", "c")
     enqueued_at(queue, "a", 1000)
     workers = [queue.worker(f"w{number}") for number in range(2)]
@@ -135,7 +135,7 @@ def test_the_oldest_is_not_always_the_first(queue: OneQueue) -> None:
     assert oldest(queue) == 1000
 
 
-def test_a_hint_that_is_skipped_has_no_age(queue: OneQueue) -> None:
+def test_a_stale_hint_has_no_age(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     queue.producer.cancel("a")
     queue.producer.enqueue([new_job(1, id="a", run_at=4_000_000_000)])
@@ -144,7 +144,7 @@ def test_a_hint_that_is_skipped_has_no_age(queue: OneQueue) -> None:
     assert oldest(queue) == queue.redis.time()[0]
     queue.redis.hdel(queue.key("stale"), "5:a")
     queue.redis.hset(queue.key("active"), "a", "w9:1")
-    assert oldest(queue) == queue.redis.time()[0], "nor has that of a job that runs"
+    assert oldest(queue) == queue.redis.time()[0], "nor has the hint of a running job"
 
 
 @pytest.mark.spec("N6")
@@ -158,7 +158,7 @@ def test_pages_show_id_identifier_and_state_and_never_data(queue: OneQueue) -> N
 
 
 @pytest.mark.parametrize("limit", [1, 2, 3, 100])
-def test_paging_shows_each_waiting_job_once_in_the_order_in_which_they_will_run(queue: OneQueue, limit: int) -> None:
+def test_paging_shows_each_waiting_job_once_in_claim_order(queue: OneQueue, limit: int) -> None:
     queue.enqueue("e", "f", priority=9)
     queue.enqueue("c", "x", "d")
     queue.enqueue("a", "b", priority=0)
@@ -174,9 +174,7 @@ def test_paging_without_a_state_shows_active_then_waiting(queue: OneQueue) -> No
     assert ids(queue, None, 100)[2:] == ["c", "d", "e"]
 
 
-def test_a_page_asks_for_lists_that_hold_something_and_for_no_others(
-    queue: OneQueue, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_page_reads_only_lists_that_are_not_empty(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     queue.enqueue("a", "b")
     asked: list[str] = []
     call = queue.link.call
@@ -200,7 +198,7 @@ def test_paging_through_the_dead(queue: OneQueue) -> None:
     assert ids(queue) == []
 
 
-def test_a_job_that_was_cancelled_and_came_back_is_shown_once(queue: OneQueue) -> None:
+def test_a_job_cancelled_and_enqueued_again_is_shown_once(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     queue.producer.cancel("a")
     queue.enqueue("a")
@@ -210,12 +208,12 @@ def test_a_job_that_was_cancelled_and_came_back_is_shown_once(queue: OneQueue) -
 @pytest.mark.parametrize(
     "after", ["", "x", "dead/1.5", "waiting/.5", "waiting/5", "active/-1", "dead/²", "waiting/1.2.3", 5, ["x"]]
 )
-def test_a_cursor_that_no_page_gave_is_refused(queue: OneQueue, after: Any) -> None:
+def test_an_invalid_cursor_is_refused(queue: OneQueue, after: Any) -> None:
     with pytest.raises(UsageError, match="cursor"):
         queue.inspector.jobs(after=after)
 
 
-def test_a_state_that_is_none_is_refused(queue: OneQueue) -> None:
+def test_an_unknown_state_is_refused(queue: OneQueue) -> None:
     with pytest.raises(UsageError, match="state"):
         queue.inspector.jobs("busy")
 
@@ -228,7 +226,7 @@ def test_one_job_shows_its_owner_while_it_runs(queue: OneQueue) -> None:
     assert (job["state"], job["worker"], job["fence"], job["removed"]) == ("active", "w1", int(worker.fence), False)
 
 
-def test_of_several_dead_jobs_of_an_id_the_last_is_shown(queue: OneQueue) -> None:
+def test_an_id_with_several_deaths_shows_the_last(queue: OneQueue) -> None:
     worker = queue.worker()
     for job_id in ("a", "a*", "a"):
         queue.enqueue(job_id)
@@ -239,7 +237,7 @@ def test_of_several_dead_jobs_of_an_id_the_last_is_shown(queue: OneQueue) -> Non
     assert queue.inspector.job("a")["state"] == "dead"
 
 
-def test_an_unknown_job_and_an_unknown_queue_are_told_apart(queue: OneQueue) -> None:
+def test_an_unknown_job_and_an_unknown_queue_raise_different_errors(queue: OneQueue) -> None:
     with pytest.raises(UnknownJob):
         queue.inspector.job("a")
     queue.registry.delete(queue.name, force=True)
@@ -249,7 +247,7 @@ def test_an_unknown_job_and_an_unknown_queue_are_told_apart(queue: OneQueue) -> 
         queue.inspector.counts()
 
 
-def test_blocked_jobs_are_listed_with_the_identifiers_of_those_that_wait(queue: OneQueue) -> None:
+def test_blocked_jobs_are_listed_with_their_own_identifiers(queue: OneQueue) -> None:
     queue.enqueue(*"abcd")
     queue.worker().turn(want=3)
     for job_id in "cab":
@@ -258,4 +256,4 @@ def test_blocked_jobs_are_listed_with_the_identifiers_of_those_that_wait(queue: 
         {"id": job_id, "identifier": f"second {job_id}", "state": "blocked"} for job_id in "abc"
     ]
     assert ids(queue, "blocked", limit=2) == ["a", "b", "c"]
-    assert ids(queue) == ["a", "b", "c", "d"], "as before: those that are listed without a state"
+    assert ids(queue) == ["a", "b", "c", "d"], "blocked jobs are not listed without a state"

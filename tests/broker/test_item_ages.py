@@ -1,4 +1,4 @@
-"""item_timeout: from when an item's age counts, what changes it, and what becomes of an item that is too old."""
+"""item_timeout: when an item expires, what changes its expiry, and what happens to an expired item."""
 
 from collections.abc import Iterator
 
@@ -13,13 +13,13 @@ HOUR_MS = 3_600_000
 
 
 @pytest.fixture
-def aging(redis_url: str) -> Iterator[ReleaseQueue]:
+def auto_release(redis_url: str) -> Iterator[ReleaseQueue]:
     with gate(redis_url, "auto_release", item_timeout_ms=HOUR_MS, retry_interval_ms=HOUR_MS) as queue:
         yield queue
 
 
 @pytest.fixture
-def asked(redis_url: str) -> Iterator[ReleaseQueue]:
+def on_request(redis_url: str) -> Iterator[ReleaseQueue]:
     with gate(redis_url, "on_request", item_timeout_ms=HOUR_MS) as queue:
         yield queue
 
@@ -33,131 +33,131 @@ def now_ms(queue: ReleaseQueue) -> int:
     return int(seconds * 1000 + micros // 1000)
 
 
-def test_an_item_that_is_too_old_between_two_tries_dies_by_a_legal_path(aging: ReleaseQueue) -> None:
-    aging.enqueue("a")
-    aging.attempt()
-    assert aging.inspector.job("a")["state"] == "scheduled"
-    aging.make_due("expiries", "a")
-    aging.promote()
-    assert aging.state() == State(jobs=set(), dead=["a"])
-    replay = Replay().read_all(aging.entries())
+def test_an_item_that_expires_between_two_tries_is_dead_by_a_valid_transition(auto_release: ReleaseQueue) -> None:
+    auto_release.enqueue("a")
+    auto_release.attempt()
+    assert auto_release.inspector.job("a")["state"] == "scheduled"
+    auto_release.make_due("expiries", "a")
+    auto_release.promote()
+    assert auto_release.state() == State(jobs=set(), dead=["a"])
+    replay = Replay().read_all(auto_release.entries())
     assert (replay.ready, len(replay.archived)) == ({}, 1)
 
 
-def test_an_item_of_the_lane_that_is_too_old_is_dead_and_the_lane_empty(aging: ReleaseQueue) -> None:
-    aging.enqueue("a")
+def test_an_expired_item_of_the_retry_lane_is_dead_and_the_lane_empty(auto_release: ReleaseQueue) -> None:
+    auto_release.enqueue("a")
     for _ in range(3):
-        if aging.inspector.job("a")["state"] == "scheduled":
-            aging.make_due("scheduled", "a")
-        aging.attempt()
-    assert aging.inspector.job("a")["state"] == "retry"
-    aging.make_due("expiries", "a")
-    aging.promote()
-    assert aging.state() == State(jobs=set(), dead=["a"])
-    assert aging.inspector.counts().retry == 0
-    assert aging.redis.llen(aging.key("retry")) == 0
+        if auto_release.inspector.job("a")["state"] == "scheduled":
+            auto_release.make_due("scheduled", "a")
+        auto_release.attempt()
+    assert auto_release.inspector.job("a")["state"] == "retry"
+    auto_release.make_due("expiries", "a")
+    auto_release.promote()
+    assert auto_release.state() == State(jobs=set(), dead=["a"])
+    assert auto_release.inspector.counts().retry == 0
+    assert auto_release.redis.llen(auto_release.key("retry")) == 0
 
 
-def test_an_item_that_comes_back_for_a_later_time_is_not_too_old_before_that(asked: ReleaseQueue) -> None:
-    asked.enqueue("a")
-    asked.ask("x")
-    asked.producer.enqueue([new_job(2, id="a", run_in=10 * HOUR_MS / 1000)], Update())
-    asked.make_due("leases", "a")
-    asked.promote()
-    assert asked.inspector.job("a")["state"] == "scheduled"
-    assert expires_in_ms(asked, "a") > 10.9 * HOUR_MS
+def test_a_returned_item_with_a_later_run_at_does_not_expire_before_it(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a")
+    on_request.ask("x")
+    on_request.producer.enqueue([new_job(2, id="a", run_in=10 * HOUR_MS / 1000)], Update())
+    on_request.make_due("leases", "a")
+    on_request.promote()
+    assert on_request.inspector.job("a")["state"] == "scheduled"
+    assert expires_in_ms(on_request, "a") > 10.9 * HOUR_MS
 
 
-def test_an_update_makes_an_item_that_waits_no_younger(asked: ReleaseQueue) -> None:
-    asked.enqueue("a")
-    asked.redis.zadd(asked.key("expiries"), {"a": now_ms(asked) + 1000})
-    asked.enqueue("a", if_exists="update")
-    assert expires_in_ms(asked, "a") <= 1000
+def test_an_update_does_not_extend_the_expiry_of_a_waiting_item(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a")
+    on_request.redis.zadd(on_request.key("expiries"), {"a": now_ms(on_request) + 1000})
+    on_request.enqueue("a", if_exists="update")
+    assert expires_in_ms(on_request, "a") <= 1000
 
 
-def test_an_update_makes_an_item_between_two_tries_no_younger(aging: ReleaseQueue) -> None:
-    aging.enqueue("a")
-    aging.attempt()
-    before = aging.redis.zscore(aging.key("expiries"), "a")
-    aging.producer.enqueue([new_job(2, id="a")], Update(update_run_at=False))
-    assert aging.redis.zscore(aging.key("expiries"), "a") == before
-    aging.producer.enqueue([new_job(2, id="a")], Update())
-    assert aging.inspector.job("a")["state"] == "waiting"
-    assert aging.redis.zscore(aging.key("expiries"), "a") == before
+def test_an_update_does_not_extend_the_expiry_of_an_item_between_two_tries(auto_release: ReleaseQueue) -> None:
+    auto_release.enqueue("a")
+    auto_release.attempt()
+    before = auto_release.redis.zscore(auto_release.key("expiries"), "a")
+    auto_release.producer.enqueue([new_job(2, id="a")], Update(update_run_at=False))
+    assert auto_release.redis.zscore(auto_release.key("expiries"), "a") == before
+    auto_release.producer.enqueue([new_job(2, id="a")], Update())
+    assert auto_release.inspector.job("a")["state"] == "waiting"
+    assert auto_release.redis.zscore(auto_release.key("expiries"), "a") == before
 
 
-def test_an_item_whose_time_is_now_after_all_grows_old_from_now_on(asked: ReleaseQueue) -> None:
-    asked.producer.enqueue([new_job(1, id="a", run_in=10 * HOUR_MS / 1000)], Update())
-    asked.producer.enqueue([new_job(2, id="a")], Update())
-    assert expires_in_ms(asked, "a") <= HOUR_MS
+def test_the_age_of_an_item_rescheduled_to_now_counts_from_now(on_request: ReleaseQueue) -> None:
+    on_request.producer.enqueue([new_job(1, id="a", run_in=10 * HOUR_MS / 1000)], Update())
+    on_request.producer.enqueue([new_job(2, id="a")], Update())
+    assert expires_in_ms(on_request, "a") <= HOUR_MS
 
 
-def test_an_item_that_was_removed_in_somebodys_hands_has_no_age_when_it_is_gone(asked: ReleaseQueue) -> None:
-    asked.enqueue("a")
-    asked.ask("x")
-    asked.producer.remove("a")
-    asked.make_due("leases", "a")
-    asked.promote()
-    assert asked.state() == State(jobs=set())
-    assert asked.redis.exists(asked.key("expiries")) == 0
+def test_an_item_removed_while_leased_leaves_no_expiry(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a")
+    on_request.ask("x")
+    on_request.producer.remove("a")
+    on_request.make_due("leases", "a")
+    on_request.promote()
+    assert on_request.state() == State(jobs=set())
+    assert on_request.redis.exists(on_request.key("expiries")) == 0
 
 
-def test_an_item_that_grew_too_old_in_somebodys_hands_is_dead_when_it_is_given_back(asked: ReleaseQueue) -> None:
-    asked.enqueue("a", "b")
-    asked.ask("x")
-    asked.make_due("expiries", "a")
-    asked.promote()
-    assert asked.state().active == {"a": "x"}
-    assert asked.leases.leave("x")
-    assert asked.got("y") == "b"
-    assert asked.state().dead == ["a"]
+def test_an_item_that_expired_while_leased_is_dead_when_it_is_returned(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a", "b")
+    on_request.ask("x")
+    on_request.make_due("expiries", "a")
+    on_request.promote()
+    assert on_request.state().active == {"a": "x"}
+    assert on_request.leases.leave("x")
+    assert on_request.got("y") == "b"
+    assert on_request.state().dead == ["a"]
 
 
-def test_an_item_that_is_given_back_in_time_lives_on(asked: ReleaseQueue) -> None:
-    asked.enqueue("a")
-    asked.ask("x")
-    assert asked.leases.leave("x")
-    assert asked.got("y") == "a"
+def test_an_item_returned_in_time_stays_live(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a")
+    on_request.ask("x")
+    assert on_request.leases.leave("x")
+    assert on_request.got("y") == "a"
 
 
-def test_pulse_is_told_of_the_next_of_all_times(asked: ReleaseQueue) -> None:
-    asked.enqueue("a")
-    asked.ask("x")
-    asked.producer.enqueue([new_job(1, id="b", run_in=100)], Update())
-    due_ms = asked.promote()
+def test_pulse_gets_the_earliest_of_all_times(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a")
+    on_request.ask("x")
+    on_request.producer.enqueue([new_job(1, id="b", run_in=100)], Update())
+    due_ms = on_request.promote()
     assert due_ms is not None
     assert 90_000 < due_ms <= 100_000
 
 
-def test_pulse_comes_again_at_once_while_more_is_too_old_than_one_call_buries(asked: ReleaseQueue) -> None:
+def test_pulse_returns_at_once_while_more_items_have_expired_than_one_call_buries(on_request: ReleaseQueue) -> None:
     ids = [f"n{number}" for number in range(250)]
-    asked.enqueue(*ids)
-    asked.make_due("expiries", *ids)
-    assert asked.promote() == 0
-    assert asked.inspector.counts().dead == 200
-    assert asked.promote() is None
-    assert asked.inspector.counts().dead == 250
+    on_request.enqueue(*ids)
+    on_request.make_due("expiries", *ids)
+    assert on_request.promote() == 0
+    assert on_request.inspector.counts().dead == 200
+    assert on_request.promote() is None
+    assert on_request.inspector.counts().dead == 250
 
 
-def test_an_item_that_grows_too_old_in_somebodys_hands_is_looked_at_when_its_lease_lapses(asked: ReleaseQueue) -> None:
-    asked.enqueue("a")
-    asked.ask("x")
-    asked.make_due("expiries", "a")
-    due_ms = asked.promote()
+def test_an_item_that_expires_while_leased_is_checked_when_its_lease_lapses(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a")
+    on_request.ask("x")
+    on_request.make_due("expiries", "a")
+    due_ms = on_request.promote()
     assert due_ms is not None
     assert 590_000 < due_ms <= 600_000
 
 
-def test_the_age_of_an_item_whose_record_is_gone_is_forgotten(asked: ReleaseQueue) -> None:
-    asked.enqueue("a", "b")
-    asked.redis.hdel(asked.key("jobs"), "a")
-    asked.make_due("expiries", "a")
-    asked.promote()
-    assert asked.redis.zrange(asked.key("expiries"), 0, -1) == [b"b"]
+def test_the_expiry_of_an_item_without_a_record_is_removed(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a", "b")
+    on_request.redis.hdel(on_request.key("jobs"), "a")
+    on_request.make_due("expiries", "a")
+    on_request.promote()
+    assert on_request.redis.zrange(on_request.key("expiries"), 0, -1) == [b"b"]
 
 
-def test_jobs_of_a_queue_with_a_handler_have_no_age(redis_url: str) -> None:
-    """Also if somebody has set item_timeout, and a heartbeat unblocks them."""
+def test_jobs_of_a_queue_with_a_handler_do_not_expire(redis_url: str) -> None:
+    """Even if item_timeout is set and a heartbeat unblocks them."""
     with one_queue(redis_url, item_timeout_ms=HOUR_MS) as queue:
         queue.enqueue("a")
         assert queue.worker("w", "lost").turn(1) == ["a"]
@@ -171,23 +171,23 @@ def test_jobs_of_a_queue_with_a_handler_have_no_age(redis_url: str) -> None:
         assert queue.redis.exists(queue.key("expiries")) == 0
 
 
-def test_the_scribe_is_told_once_of_all_that_one_call_buries(asked: ReleaseQueue) -> None:
-    heard = asked.redis.pubsub(ignore_subscribe_messages=True)
-    heard.subscribe(asked.channel("outbox"))
+def test_the_scribe_is_notified_once_per_call_that_buries(on_request: ReleaseQueue) -> None:
+    heard = on_request.redis.pubsub(ignore_subscribe_messages=True)
+    heard.subscribe(on_request.channel("outbox"))
     heard.get_message(timeout=1)
-    asked.enqueue("a", "b")
-    asked.make_due("expiries", "a", "b")
-    asked.promote()
+    on_request.enqueue("a", "b")
+    on_request.make_due("expiries", "a", "b")
+    on_request.promote()
     assert heard.get_message(timeout=5) is not None
     assert heard.get_message(timeout=0.05) is None
     heard.close()
-    assert asked.redis.llen(asked.key("outbox")) == 2
+    assert on_request.redis.llen(on_request.key("outbox")) == 2
 
 
-def test_a_heartbeat_gives_up_what_is_too_old_and_tells_of_the_next_time(asked: ReleaseQueue) -> None:
-    asked.enqueue("a", "b")
-    asked.make_due("expiries", "a")
-    beat = asked.recovery().heartbeat("q", 15_000, [])
-    assert asked.state() == State(jobs={"b"}, waiting={5: ["b"]}, dead=["a"])
+def test_a_heartbeat_buries_expired_items_and_reports_the_next_time(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a", "b")
+    on_request.make_due("expiries", "a")
+    beat = on_request.recovery().heartbeat("q", 15_000, [])
+    assert on_request.state() == State(jobs={"b"}, waiting={5: ["b"]}, dead=["a"])
     assert beat.due_ms is not None
     assert HOUR_MS - 10_000 < beat.due_ms <= HOUR_MS

@@ -1,4 +1,4 @@
-"""The journal: what one call did, as one entry."""
+"""The journal: each call writes one entry with its events."""
 
 from forq.broker.journal import Event
 from forq.broker.recovery import Position
@@ -40,7 +40,7 @@ def test_every_event_is_written_and_can_be_read(queue: OneQueue) -> None:
     assert all(now_us - 60_000_000 < event.time_us < now_us + 60_000_000 for event in events)
 
 
-def test_what_ran_unheard_is_done_in_unknown_time(queue: OneQueue) -> None:
+def test_jobs_settled_by_recovery_are_done_with_an_unknown_duration(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=2)
@@ -68,7 +68,7 @@ def test_settling_under_two_fences_of_which_one_is_refused_can_be_read(queue: On
     assert queue.journal_events()[-1] == ("done", "a")
 
 
-def test_sequence_numbers_have_no_gaps_and_calls_that_change_nothing_none(queue: OneQueue) -> None:
+def test_sequence_numbers_have_no_gaps_and_calls_without_changes_write_no_entry(queue: OneQueue) -> None:
     worker = queue.worker()
     for number in range(5):
         queue.enqueue(f"n{number}")
@@ -78,7 +78,7 @@ def test_sequence_numbers_have_no_gaps_and_calls_that_change_nothing_none(queue:
     assert [event.sequence for event in queue.events()] == [1, 2, 3, 4, 5, 6]
 
 
-def test_the_cap_trims_the_older_half_and_counts_it(redis_url: str) -> None:
+def test_the_size_limit_trims_the_older_half_and_counts_it(redis_url: str) -> None:
     with one_queue(redis_url, journal_max=2000) as queue:
         for number in range(100):
             queue.enqueue(f"n{number}")
@@ -92,7 +92,7 @@ def test_the_cap_trims_the_older_half_and_counts_it(redis_url: str) -> None:
         assert events[-1].job == "n99"
 
 
-def test_a_journal_that_is_off_holds_nothing_from_the_start(redis_url: str) -> None:
+def test_a_disabled_journal_stays_empty(redis_url: str) -> None:
     with one_queue(redis_url, journal=0) as queue:
         queue.enqueue("a")
         worker = queue.worker()
@@ -104,7 +104,7 @@ def test_a_journal_that_is_off_holds_nothing_from_the_start(redis_url: str) -> N
         assert [(event.sequence, event.verb, event.job) for event in queue.events()] == [(2, "enqueued", "b")]
 
 
-def test_what_was_blocked_is_told_after_the_end_of_the_job_it_waited_for(queue: OneQueue) -> None:
+def test_a_blocked_job_is_journaled_after_the_end_of_the_job_before_it(queue: OneQueue) -> None:
     worker = queue.worker()
     for end in ("done", "failed"):
         queue.enqueue("a")
@@ -115,7 +115,7 @@ def test_what_was_blocked_is_told_after_the_end_of_the_job_it_waited_for(queue: 
         queue.producer.cancel("a")
 
 
-def test_the_end_of_a_removed_job_and_of_what_was_blocked_behind_it_are_told_apart(queue: OneQueue) -> None:
+def test_the_ends_of_a_removed_job_and_of_the_one_blocked_behind_it_are_distinguished(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a")
     worker.turn(want=1)

@@ -1,4 +1,4 @@
-"""How long the journal's entries stay, who may trim them, and what is left if one cannot be written."""
+"""Journal retention: how long entries are kept, when they are trimmed, and entries that cannot be written."""
 
 import pytest
 
@@ -38,12 +38,12 @@ def lost(queue: OneQueue) -> int:
     return queue.inspector.counts().journal["lost"]
 
 
-def test_the_keys_are_those_that_the_scripts_use(queue: OneQueue) -> None:
+def test_the_key_names_match_the_scripts(queue: OneQueue) -> None:
     assert events_key(queue.base) == queue.key("events")
     assert watermarks_key(queue.base) == queue.key("journal:watermarks")
 
 
-def test_a_deleted_queue_s_journal_stays_for_a_week_and_ends_with_the_deletion(queue: OneQueue) -> None:
+def test_the_journal_of_a_deleted_queue_is_kept_for_a_week_and_ends_with_the_deletion(queue: OneQueue) -> None:
     consumed(queue, history="0-1")
     queue.enqueue("a", "b")
     worker = queue.worker()
@@ -58,7 +58,7 @@ def test_a_deleted_queue_s_journal_stays_for_a_week_and_ends_with_the_deletion(q
         assert WEEK_MS - 60_000 < queue.redis.pttl(queue.key(name)) <= WEEK_MS
 
 
-def test_the_next_queue_of_that_name_goes_on_in_the_same_stream_with_its_own_sequence(queue: OneQueue) -> None:
+def test_the_next_queue_of_that_name_continues_the_stream_with_its_own_sequence(queue: OneQueue) -> None:
     queue.enqueue("a")
     first = queue.inspector.counts()
     consumed(queue, history="0-1")
@@ -73,13 +73,13 @@ def test_the_next_queue_of_that_name_goes_on_in_the_same_stream_with_its_own_seq
     assert replay.epoch == second.epoch > first.epoch
     assert (replay.sequence, replay.hash) == (second.journal_sequence, second.journal_hash)
     assert second.journal["entries"] == 5
-    assert second.journal["bytes"] > 2 * first.journal["bytes"], "the size is that of the whole stream"
+    assert second.journal["bytes"] > 2 * first.journal["bytes"], "the size covers the whole stream"
     for name in ("events", "journal:watermarks", "counts"):
         assert queue.redis.ttl(queue.key(name)) == -1
     assert queue.hash("journal:watermarks") == {"history": "0-1"}
 
 
-def test_a_queue_whose_options_were_lost_begins_its_journal_anew(queue: OneQueue) -> None:
+def test_a_queue_whose_options_were_lost_starts_a_new_journal(queue: OneQueue) -> None:
     queue.enqueue("a")
     queue.redis.delete(queue.key("options"))
     queue.create()
@@ -88,13 +88,13 @@ def test_a_queue_whose_options_were_lost_begins_its_journal_anew(queue: OneQueue
     assert created.hash == entry_hash("", created.epoch, 1, created.time_us, "-", created.entry or "")
 
 
-def test_a_queue_whose_journal_is_off_leaves_nothing_of_it(redis_url: str) -> None:
+def test_a_queue_with_a_disabled_journal_leaves_no_journal(redis_url: str) -> None:
     with one_queue(redis_url, journal=0) as queue:
         queue.registry.delete(queue.name, force=True)
         assert queue.redis.exists(queue.key("events"), queue.key("counts")) == 0
 
 
-def test_heartbeats_trim_what_every_consumer_has_read_and_keep_the_last_such_entry(queue: OneQueue) -> None:
+def test_heartbeats_trim_entries_read_by_all_consumers_except_the_last(queue: OneQueue) -> None:
     for number in range(10):
         queue.enqueue(f"n{number}")
     ids, before = entry_ids(queue), queue.inspector.counts().journal
@@ -136,7 +136,7 @@ def test_without_consumers_heartbeats_trim_nothing(queue: OneQueue) -> None:
 @pytest.mark.parametrize(
     "watermark", ["", "x", "5", "1-", "99999999999999999999-1", "1-99999999999999999999", "999999999999999-0"]
 )
-def test_a_watermark_that_cannot_be_true_trims_nothing_and_stops_nobody(queue: OneQueue, watermark: str) -> None:
+def test_an_impossible_watermark_trims_nothing_and_stops_nothing(queue: OneQueue, watermark: str) -> None:
     queue.enqueue("a")
     consumed(queue, good=entry_ids(queue)[1], bad=watermark)
     if watermark == "999999999999999-0":
@@ -146,7 +146,7 @@ def test_a_watermark_that_cannot_be_true_trims_nothing_and_stops_nobody(queue: O
 
 
 def fill(queue: OneQueue, entries: int) -> str:
-    """A journal of so many entries, made in pieces: on a busy machine one call would outlast the client's patience."""
+    """Writes this many entries, in chunks: on a busy machine one call would exceed the client's timeout."""
     stream, piece = queue.key("events"), 10_000
     queue.redis.delete(stream)
     for first in range(1, entries, piece):
@@ -166,7 +166,7 @@ def test_a_very_long_journal_is_trimmed_in_steps(queue: OneQueue) -> None:
     assert entry_ids(queue)[0] == "249950-0"
 
 
-def test_the_cap_counts_what_no_consumer_had_read(redis_url: str) -> None:
+def test_the_size_limit_counts_unread_entries_as_lost(redis_url: str) -> None:
     with one_queue(redis_url, journal_max=100_000) as queue:
         for number in range(20):
             queue.enqueue(f"n{number}")
@@ -176,10 +176,10 @@ def test_the_cap_counts_what_no_consumer_had_read(redis_url: str) -> None:
         queue.enqueue("last")
         assert entry_ids(queue)[:-1] == ids[11:]
         journal = queue.inspector.counts().journal
-        assert (journal["trimmed"], journal["lost"]) == (11, 5), "the first 6 had been read by both"
+        assert (journal["trimmed"], journal["lost"]) == (11, 5), "both consumers had read the first 6"
 
 
-def test_the_cap_takes_at_once_what_was_read_of_a_very_long_journal(queue: OneQueue) -> None:
+def test_the_size_limit_trims_all_read_entries_of_a_very_long_journal_at_once(queue: OneQueue) -> None:
     stream = fill(queue, 150_000)
     consumed(queue, history="149950-0")
     queue.redis.hset(queue.key("counts"), "journal_bytes", 10**9)
@@ -188,7 +188,7 @@ def test_the_cap_takes_at_once_what_was_read_of_a_very_long_journal(queue: OneQu
     assert (queue.redis.xlen(stream), lost(queue)) == (52, 0)
 
 
-def test_the_cap_loses_nothing_for_nobody(redis_url: str) -> None:
+def test_without_consumers_the_size_limit_counts_nothing_as_lost(redis_url: str) -> None:
     with one_queue(redis_url, journal_max=1000) as queue:
         for number in range(20):
             queue.enqueue(f"n{number}")
@@ -197,7 +197,7 @@ def test_the_cap_loses_nothing_for_nobody(redis_url: str) -> None:
         assert journal["lost"] == 0
 
 
-def test_the_cap_takes_no_more_than_what_was_read_if_that_is_enough(redis_url: str) -> None:
+def test_the_size_limit_trims_only_read_entries_if_that_is_enough(redis_url: str) -> None:
     with one_queue(redis_url, journal_max=100_000) as queue:
         for number in range(20):
             queue.enqueue(f"n{number}")
@@ -209,7 +209,7 @@ def test_the_cap_takes_no_more_than_what_was_read_if_that_is_enough(redis_url: s
         assert lost(queue) == 0
 
 
-def test_an_entry_larger_than_the_cap_is_kept_until_the_next(redis_url: str) -> None:
+def test_an_entry_larger_than_the_size_limit_is_kept_until_the_next(redis_url: str) -> None:
     with one_queue(redis_url, journal_max=100) as queue:
         assert sequences(queue) == [1]
         queue.enqueue(*[f"number-{number:03}" for number in range(100)])
@@ -218,7 +218,7 @@ def test_an_entry_larger_than_the_cap_is_kept_until_the_next(redis_url: str) -> 
         assert sequences(queue) == [3]
 
 
-def test_an_entry_that_the_server_refuses_leaves_a_gap_and_harms_nothing_else(queue: OneQueue) -> None:
+def test_an_entry_refused_by_the_server_leaves_only_a_gap(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     entries = queue.redis.dump(queue.key("events"))
@@ -232,7 +232,7 @@ def test_an_entry_that_the_server_refuses_leaves_a_gap_and_harms_nothing_else(qu
     assert lost(queue) == 1
 
 
-def test_what_was_refused_takes_no_room_and_nothing_is_trimmed_for_it(queue: OneQueue) -> None:
+def test_a_refused_entry_counts_no_bytes_and_trims_nothing(queue: OneQueue) -> None:
     before = queue.inspector.counts().journal["bytes"]
     queue.create(journal_max=1)
     queue.redis.set(queue.key("events"), "no stream")
@@ -241,7 +241,7 @@ def test_what_was_refused_takes_no_room_and_nothing_is_trimmed_for_it(queue: One
 
 
 @pytest.mark.parametrize("how", ["create", "configure"])
-def test_what_happened_while_the_journal_was_off_is_a_gap(queue: OneQueue, how: str) -> None:
+def test_the_time_while_the_journal_was_off_is_a_gap(queue: OneQueue, how: str) -> None:
     def journal(on: int) -> None:
         if how == "create":
             queue.create(journal=on)
@@ -260,9 +260,7 @@ def test_what_happened_while_the_journal_was_off_is_a_gap(queue: OneQueue, how: 
 
 
 @pytest.mark.one_server
-def test_a_server_without_memory_takes_what_ends_work_and_refuses_what_adds_to_it(
-    server: Server, queue: OneQueue
-) -> None:
+def test_a_server_out_of_memory_accepts_settling_and_refuses_new_work(server: Server, queue: OneQueue) -> None:
     queue.enqueue("a", "b", "c")
     worker = queue.worker()
     worker.turn(want=2)

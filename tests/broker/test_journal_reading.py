@@ -1,4 +1,4 @@
-"""Reading the journal: what an entry says, and what is no entry."""
+"""Parsing journal entries, and refusing invalid ones."""
 
 from typing import Any
 
@@ -49,7 +49,7 @@ def test_every_column_is_read() -> None:
         ("created 0 17", None, "17"),
     ],
 )
-def test_a_detail_is_read_as_what_it_is(line: str, micros: int | None, cause: str | None) -> None:
+def test_a_detail_is_parsed_by_its_verb(line: str, micros: int | None, cause: str | None) -> None:
     [event] = read(line)
     assert (event.micros, event.cause) == (micros, cause)
 
@@ -131,7 +131,7 @@ def test_the_replay_knows_every_verb() -> None:
     assert all(hasattr(Replay, f"_{verb}") for verb in VERBS)
 
 
-def test_the_hash_covers_everything_that_an_entry_says() -> None:
+def test_the_hash_covers_every_field_of_an_entry() -> None:
     hashes = {
         entry_hash("", 17, 3, 1790000000000001, "w1", "enqueued 0 a"),
         entry_hash("x", 17, 3, 1790000000000001, "w1", "enqueued 0 a"),
@@ -147,7 +147,7 @@ def test_the_hash_covers_everything_that_an_entry_says() -> None:
 @pytest.mark.parametrize(
     "change", [{"time_us": 1}, {"actor": "me"}, {"text": "enqueued 0 z"}, {"hash": "0" * 40}, {"sequence": 9}]
 )
-def test_an_entry_that_was_changed_breaks_the_chain(queue: OneQueue, change: dict[str, Any]) -> None:
+def test_a_changed_entry_breaks_the_chain(queue: OneQueue, change: dict[str, Any]) -> None:
     queue.enqueue("a")
     queue.enqueue("b")
     entries = queue.entries()
@@ -158,7 +158,7 @@ def test_an_entry_that_was_changed_breaks_the_chain(queue: OneQueue, change: dic
             replay.read_all(tampered)
 
 
-def test_an_entry_that_was_taken_out_breaks_the_chain(queue: OneQueue) -> None:
+def test_a_missing_entry_breaks_the_chain(queue: OneQueue) -> None:
     for job_id in "abc":
         queue.enqueue(job_id)
     entries = queue.entries()

@@ -1,4 +1,4 @@
-"""What the journal says of the rarer ways of a job; the replay accepts all of it, in this order only."""
+"""Journal events of the rarer transitions; the replay accepts them in this order only."""
 
 from typing import Any
 
@@ -21,7 +21,7 @@ def replayed(queue: OneQueue) -> Replay:
 
 
 def last_entry(queue: OneQueue) -> list[tuple[str, Any]]:
-    """The events of the last entry as (verb, job), in order; and the replay accepts it."""
+    """Returns the events of the last entry as (verb, job); checks that the replay accepts it."""
     replayed(queue)
     return [(event.verb, event.job) for event in read_entry(queue.entries()[-1])]
 
@@ -35,13 +35,13 @@ def events_about(queue: OneQueue, job_id: str) -> list[Event]:
     return [event for event in queue.events() if event.job == job_id]
 
 
-def test_a_job_for_later_is_told_with_its_time(queue: OneQueue) -> None:
+def test_a_delayed_job_is_journaled_with_its_time(queue: OneQueue) -> None:
     dispatch(queue, "a", "b", at_ms=FUTURE_MS)
     assert last_entry(queue) == [("enqueued", "a"), ("enqueued", "b"), ("scheduled", "a"), ("scheduled", "b")]
     assert events_about(queue, "a")[-1].due_us == FUTURE_MS * 1000
 
 
-def test_an_update_tells_where_the_job_is_then_whether_or_not_that_changed(queue: OneQueue) -> None:
+def test_an_update_journals_the_new_place_even_if_it_is_unchanged(queue: OneQueue) -> None:
     dispatch(queue, "a", at_ms=FUTURE_MS)
     dispatch(queue, "a", update_run_at=False)
     assert last_entry(queue) == [("updated", "a"), ("scheduled", "a")]
@@ -55,7 +55,7 @@ def test_an_update_tells_where_the_job_is_then_whether_or_not_that_changed(queue
     assert last_entry(queue) == [("updated", "a"), ("scheduled", "a")]
 
 
-def test_what_was_blocked_for_later_is_told_with_its_time(queue: OneQueue) -> None:
+def test_a_blocked_delayed_job_is_journaled_with_its_time(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a", "b")
     worker.turn(want=2)
@@ -69,7 +69,7 @@ def test_what_was_blocked_for_later_is_told_with_its_time(queue: OneQueue) -> No
 
 
 @pytest.mark.parametrize("end", ["timeout", "crash"])
-def test_what_was_merged_into_a_job_that_comes_back_later_is_told_before_it_returns(queue: OneQueue, end: str) -> None:
+def test_a_merged_dispatch_is_journaled_before_the_job_returns(queue: OneQueue, end: str) -> None:
     worker = queue.worker()
     queue.enqueue("a")
     worker.turn(want=1)
@@ -82,7 +82,7 @@ def test_what_was_merged_into_a_job_that_comes_back_later_is_told_before_it_retu
     assert last_entry(queue) == [(lost, "a"), ("merged", "a"), ("returned", "a"), ("scheduled", "a")]
 
 
-def test_a_retry_is_told_after_what_was_merged_and_before_its_time(redis_url: str) -> None:
+def test_a_retry_is_journaled_after_the_merge_and_before_its_time(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=9) as queue:
         worker = queue.worker()
         queue.enqueue("a")
@@ -93,7 +93,7 @@ def test_a_retry_is_told_after_what_was_merged_and_before_its_time(redis_url: st
         assert replayed(queue).ready == {"a": FUTURE_MS}
 
 
-def test_the_number_of_an_attempt_counts_failures_and_losses(redis_url: str) -> None:
+def test_the_attempt_number_counts_failures_and_losses(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=9, min_backoff_ms=0, max_backoff_ms=0) as queue:
         queue.enqueue("a", "b", "c")
         worker = queue.worker()
@@ -111,7 +111,9 @@ def test_the_number_of_an_attempt_counts_failures_and_losses(redis_url: str) -> 
 
 
 @pytest.mark.parametrize(("outcome", "verb"), [("interrupted", "interrupted"), ("suspect", "suspected")])
-def test_a_loss_is_told_with_its_cause_in_one_word_and_its_time(queue: OneQueue, outcome: Outcome, verb: str) -> None:
+def test_a_lost_attempt_is_journaled_with_a_one_word_cause_and_its_duration(
+    queue: OneQueue, outcome: Outcome, verb: str
+) -> None:
     worker = queue.worker()
     queue.enqueue("a")
     worker.turn(want=1)
@@ -122,7 +124,7 @@ def test_a_loss_is_told_with_its_cause_in_one_word_and_its_time(queue: OneQueue,
     assert last_entry(queue) == [(verb, "a"), ("returned", "a")]
 
 
-def test_a_loss_without_a_cause_can_be_read(queue: OneQueue) -> None:
+def test_a_lost_attempt_without_a_cause_can_be_read(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a")
     worker.turn(want=1)
@@ -144,7 +146,7 @@ NAMES = [
 
 @pytest.mark.parametrize("end", ["retried", "retried in the lane", "dead"])
 @pytest.mark.parametrize(("name", "cause"), NAMES)
-def test_a_failure_is_told_with_the_name_of_its_exception_in_one_word(
+def test_a_failure_is_journaled_with_the_name_of_its_exception_as_one_word(
     redis_url: str, name: str, cause: str, end: str
 ) -> None:
     with one_queue(redis_url, max_retries=int(end == "retried"), retry_lane_retries=int("lane" in end)) as queue:
@@ -170,9 +172,7 @@ def test_a_failure_is_told_with_the_name_of_its_exception_in_one_word(
         ('{"name":"First","message":"","context":{"name":"Second"}}', "First"),
     ],
 )
-def test_a_failure_that_no_worker_of_ours_described_can_be_read(
-    redis_url: str, error: str, cause: str, end: str
-) -> None:
+def test_a_failure_with_a_foreign_description_can_be_read(redis_url: str, error: str, cause: str, end: str) -> None:
     with one_queue(redis_url, max_retries=int(end == "retried")) as queue:
         worker = queue.worker()
         queue.enqueue("a")
@@ -183,7 +183,7 @@ def test_a_failure_that_no_worker_of_ours_described_can_be_read(
 
 
 @pytest.mark.parametrize(("kind", "cause"), [("stall", "StallError"), ("timeout", "TimeoutError")])
-def test_a_job_that_is_buried_by_a_claim_is_told_with_the_error_it_gets(redis_url: str, kind: str, cause: str) -> None:
+def test_a_job_buried_by_a_claim_is_journaled_with_its_error(redis_url: str, kind: str, cause: str) -> None:
     with one_queue(redis_url, max_stalls=0, max_timeouts=0) as queue:
         worker = queue.worker()
         queue.enqueue("a")
@@ -199,7 +199,7 @@ def test_a_job_that_is_buried_by_a_claim_is_told_with_the_error_it_gets(redis_ur
         replayed(queue)
 
 
-def test_removing_a_running_job_is_told_once(queue: OneQueue) -> None:
+def test_removing_a_running_job_is_journaled_once(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a")
     worker.turn(want=1)
@@ -235,7 +235,7 @@ def test_dead_jobs_that_expire_are_forgotten_one_by_one(redis_url: str) -> None:
 
 
 @pytest.mark.parametrize("fail_handler", [0, 1])
-def test_dead_tells_whether_a_fail_job_follows_and_it_begins_there(queue: OneQueue, fail_handler: int) -> None:
+def test_dead_journals_whether_a_fail_job_follows(queue: OneQueue, fail_handler: int) -> None:
     options = {"fail_handler": fail_handler}
     queue.registry.create(queue.name, "work", 9, stored_defaults(), options, fail_options={"max_retries": 0})
     worker = queue.worker()
@@ -251,7 +251,7 @@ def test_dead_tells_whether_a_fail_job_follows_and_it_begins_there(queue: OneQue
     assert set(Replay(births).read_all(fields for _, fields in told).active) == births
 
 
-def test_a_scheduled_job_whose_record_was_lost_is_dropped_when_it_is_due(queue: OneQueue) -> None:
+def test_a_scheduled_job_without_a_record_is_dropped_when_due(queue: OneQueue) -> None:
     dispatch(queue, "a", "b", at_ms=FUTURE_MS)
     for job_id in "ab":
         queue.redis.zadd(queue.key("scheduled"), {job_id: 1})
@@ -261,7 +261,7 @@ def test_a_scheduled_job_whose_record_was_lost_is_dropped_when_it_is_due(queue: 
     assert queue.inspector.counts().dropped == 1
 
 
-def test_a_hint_in_hand_whose_record_was_lost_is_dropped_when_it_goes_back(queue: OneQueue) -> None:
+def test_a_held_hint_without_a_record_is_dropped_when_it_goes_back(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     assert worker.block() == "a"
@@ -272,7 +272,7 @@ def test_a_hint_in_hand_whose_record_was_lost_is_dropped_when_it_goes_back(queue
     assert replayed(queue).ready == {}
 
 
-def test_a_hint_in_hand_of_a_job_that_was_cancelled_is_not_dropped(queue: OneQueue) -> None:
+def test_a_held_hint_of_a_cancelled_job_is_not_dropped(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     assert worker.block() == "a"
@@ -282,7 +282,7 @@ def test_a_hint_in_hand_of_a_job_that_was_cancelled_is_not_dropped(queue: OneQue
     assert queue.inspector.counts().dropped == 0
 
 
-def test_a_wake_token_in_hand_is_no_lost_job(queue: OneQueue) -> None:
+def test_a_held_wake_token_is_not_a_lost_job(queue: OneQueue) -> None:
     queue.enqueue("a", priority=1)
     worker = queue.worker()
     assert worker.block() == ""
@@ -290,7 +290,7 @@ def test_a_wake_token_in_hand_is_no_lost_job(queue: OneQueue) -> None:
     assert last_entry(queue) == [("enqueued", "a")]
 
 
-def test_a_hint_in_hand_of_a_job_that_another_worker_runs_is_not_dropped(queue: OneQueue) -> None:
+def test_a_held_hint_of_a_job_that_another_worker_runs_is_not_dropped(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker, other = queue.worker(), queue.worker("w2")
     other.turn(want=1)
@@ -339,7 +339,7 @@ def test_a_hint_in_hand_of_a_job_that_another_worker_runs_is_not_dropped(queue: 
         ),
     ],
 )
-def test_the_replay_refuses_what_cannot_have_happened(text: str) -> None:
+def test_the_replay_refuses_impossible_events(text: str) -> None:
     """`r` is ready, `a` is active under fence 5."""
     entries = ["created 0 7", "enqueued 0 r a", "claimed 5 1 a"]
     replay = Replay()
@@ -360,7 +360,7 @@ def test_the_replay_refuses_what_cannot_have_happened(text: str) -> None:
         ("claimed 6 1 r\ndead 6 r - 0 NotAwaited", {"a"}),
     ],
 )
-def test_the_replay_knows_what_is_handed_to_those_who_await_it(text: str, left: set[str]) -> None:
+def test_the_replay_accepts_events_of_leases(text: str, left: set[str]) -> None:
     """`r` is ready, `a` is active under fence 5."""
     replay = Replay()
     for said in ["created 0 7", "enqueued 0 r a", "claimed 5 1 a", text]:

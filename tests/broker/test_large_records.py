@@ -1,4 +1,4 @@
-"""No call reads more than 4 MiB of records at once, unless one alone is longer."""
+"""No call reads more than 4 MiB of records, unless a single record is larger."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -32,7 +32,7 @@ def enqueue(queue: OneQueue, sizes: dict[str, int], *, priority: int = 5, run_at
 
 
 def claim(worker: HandWorker, want: int = 128) -> tuple[list[str], int]:
-    """The ids of one turn, which settles those of the turn before, and the bytes of their records."""
+    """Takes a turn that settles the previous one; returns the claimed ids and the bytes of their records."""
     worker.number += 1
     done: list[bytes | str | int] = [part for job_id in worker.held() for part in (job_id, worker.fence, 7)]
     turn = worker.consumer.turn(worker.number, done, [], 0, want)
@@ -41,7 +41,7 @@ def claim(worker: HandWorker, want: int = 128) -> tuple[list[str], int]:
 
 
 def claim_all(worker: HandWorker) -> list[list[str]]:
-    """Turns until nothing is left; each is within the budget, or is one job."""
+    """Takes turns until nothing is left; each is within the budget or claims a single job."""
     turns: list[list[str]] = []
     while True:
         ids, size = claim(worker)
@@ -67,7 +67,7 @@ def test_a_claim_of_large_jobs_stays_within_the_budget_and_in_order(queue: OneQu
     assert [len(turn) for turn in turns] == [4] * 5
 
 
-def test_a_job_longer_than_the_budget_is_claimed_alone(queue: OneQueue) -> None:
+def test_a_job_larger_than_the_budget_is_claimed_alone(queue: OneQueue) -> None:
     enqueue(queue, {"a": 10, "huge": 5 * MB, "huger": 6 * MB, "b": 10, "c": 10})
     assert claim_all(queue.worker()) == [["a"], ["huge"], ["huger"], ["b", "c"]]
 
@@ -79,7 +79,7 @@ def test_small_jobs_are_claimed_together_after_a_large_one_was_stored(queue: One
     assert claim_all(queue.worker()) == [list(small), ["large"]]
 
 
-def test_what_does_not_fit_is_not_overtaken_by_a_lower_priority(queue: OneQueue) -> None:
+def test_a_job_that_does_not_fit_is_not_overtaken_by_a_lower_priority(queue: OneQueue) -> None:
     enqueue(queue, {"a": 3 * MB, "b": 3 * MB}, priority=2)
     enqueue(queue, {"c": 10})
     assert claim_all(queue.worker()) == [["a"], ["b", "c"]]
@@ -93,7 +93,7 @@ def test_stale_hints_among_large_jobs_are_skipped(queue: OneQueue) -> None:
     assert list(chain(*claim_all(queue.worker()))) == ids[::2]
 
 
-def test_what_waiting_has_brought_counts_too(queue: OneQueue) -> None:
+def test_a_job_brought_by_blmove_counts_too(queue: OneQueue) -> None:
     ids = [f"j{n}" for n in range(12)]
     enqueue(queue, dict.fromkeys(ids, MB))
     worker = queue.worker()
@@ -106,14 +106,14 @@ def test_what_waiting_has_brought_counts_too(queue: OneQueue) -> None:
     assert list(chain(*claim_all(worker))) == ids[4:]
 
 
-def test_a_queue_of_small_jobs_is_read_at_once(queue: OneQueue) -> None:
+def test_a_queue_of_small_jobs_is_read_in_one_call(queue: OneQueue) -> None:
     enqueue(queue, {f"s{n}": 100 for n in range(128)})
     queue.redis.config_resetstat()
     assert len(claim(queue.worker())[0]) == 128
     assert (calls(queue, "lpop"), calls(queue, "hstrlen"), calls(queue, "lindex")) == (1, 0, 0)
 
 
-def test_every_way_to_store_a_record_notes_how_large_it_is(queue: OneQueue) -> None:
+def test_every_way_to_store_a_record_notes_its_size(queue: OneQueue) -> None:
     assert largest(queue) == SMALL
     enqueue(queue, {"a": 8100})
     assert largest(queue) == SMALL
@@ -126,14 +126,14 @@ def test_every_way_to_store_a_record_notes_how_large_it_is(queue: OneQueue) -> N
     assert largest(queue) == 4 * SMALL
     queue.producer.enqueue([new_job("x" * 40_000, id="a")], Update("update"))
     assert largest(queue) == 8 * SMALL, "an update"
-    assert queue.hash("options")["version"] > version, "whoever has read the options reads them again"
+    assert queue.hash("options")["version"] > version, "the options are read again"
     worker = queue.worker()
     claim(worker, want=1)
     queue.producer.enqueue([new_job("x" * 80_000, id="a")], Update("update"))
-    assert largest(queue) == 16 * SMALL, "a blocked one, which becomes a job by itself"
+    assert largest(queue) == 16 * SMALL, "a blocked record, which becomes a job of its own"
 
 
-def test_an_enqueue_that_is_refused_notes_nothing(queue: OneQueue) -> None:
+def test_a_refused_enqueue_notes_no_size(queue: OneQueue) -> None:
     queue.enqueue("a")
     version = queue.hash("options")["version"]
     with pytest.raises(Exists):
@@ -141,7 +141,7 @@ def test_an_enqueue_that_is_refused_notes_nothing(queue: OneQueue) -> None:
     assert (largest(queue), queue.hash("options")["version"]) == (SMALL, version)
 
 
-def test_a_revived_job_is_large_again(queue: OneQueue) -> None:
+def test_reviving_a_large_job_notes_its_size(queue: OneQueue) -> None:
     enqueue(queue, {"a": MB})
     worker = queue.worker()
     worker.turn(want=1)
@@ -153,7 +153,7 @@ def test_a_revived_job_is_large_again(queue: OneQueue) -> None:
     assert largest(queue) == 2**20
 
 
-def test_the_fail_queue_knows_how_large_its_own_jobs_are(queue: OneQueue) -> None:
+def test_the_fail_queue_notes_the_size_of_its_own_jobs(queue: OneQueue) -> None:
     queue.registry.create(queue.name, "work", 100, {}, {"fail_handler": 1}, fail_options={"max_data": 2**40})
     enqueue(queue, {"a": MB})
     worker = queue.worker()
@@ -163,7 +163,7 @@ def test_the_fail_queue_knows_how_large_its_own_jobs_are(queue: OneQueue) -> Non
     assert int(queue.redis.hget(f"{base}:options", "largest_record")) == 2**20
 
 
-def test_an_empty_queue_is_one_of_small_jobs_again_from_the_next_heartbeat_on(queue: OneQueue) -> None:
+def test_a_heartbeat_resets_the_noted_size_of_an_empty_queue(queue: OneQueue) -> None:
     enqueue(queue, {"a": MB})
     queue.recovery().heartbeat(queue.name, EXPIRY_MS, [])
     assert largest(queue) == 2**20
@@ -176,7 +176,7 @@ def test_an_empty_queue_is_one_of_small_jobs_again_from_the_next_heartbeat_on(qu
     assert queue.hash("options")["version"] == version
 
 
-def test_an_empty_queue_is_claimed_from_as_before(queue: OneQueue) -> None:
+def test_claiming_from_an_empty_queue_still_works(queue: OneQueue) -> None:
     enqueue(queue, {"a": 5 * MB})
     worker = queue.worker()
     claim_all(worker)
@@ -187,20 +187,20 @@ def test_an_empty_queue_is_claimed_from_as_before(queue: OneQueue) -> None:
     assert calls(queue, "lpop") <= 2
 
 
-def test_a_job_of_a_schedule_is_noted(queue: OneQueue) -> None:
+def test_the_size_of_a_scheduled_tick_is_noted(queue: OneQueue) -> None:
     Client(queue.url).queue(queue.name).schedule("s", data="x" * 20_000, every=3600)
     Schedules(queue.link, DEFAULT_PREFIX, queue.name).trigger("s")
     assert largest(queue) == 4 * SMALL
 
 
-def test_a_job_longer_than_the_budget_becomes_waiting(queue: OneQueue) -> None:
+def test_a_due_job_larger_than_the_budget_is_promoted(queue: OneQueue) -> None:
     enqueue(queue, {"a": 5 * MB}, run_at=2_000_000_000)
     queue.redis.zadd(queue.key("scheduled"), {"a": 1})
     queue.recovery().promote(queue.name)
     assert queue.pending() == ["a"]
 
 
-def test_large_items_that_are_too_old_are_given_up_some_per_call(redis_url: str) -> None:
+def test_large_expired_items_are_buried_in_several_calls(redis_url: str) -> None:
     with gate(redis_url, "on_request", item_timeout_ms=3_600_000, max_data=64 * MB) as items:
         enqueue(items, {"huge": 5 * MB})
         items.make_due("expiries", "huge")
@@ -216,7 +216,7 @@ def test_large_items_that_are_too_old_are_given_up_some_per_call(redis_url: str)
         assert len(items.state().dead) == 7
 
 
-def test_large_items_whose_leases_lapse_go_back_some_per_call_in_order(redis_url: str) -> None:
+def test_large_items_with_lapsed_leases_go_back_in_several_calls_in_order(redis_url: str) -> None:
     with gate(redis_url, "on_request", max_data=64 * MB) as items:
         ids = [f"j{n}" for n in range(8)]
         enqueue(items, dict.fromkeys(ids, MB))
@@ -228,7 +228,7 @@ def test_large_items_whose_leases_lapse_go_back_some_per_call_in_order(redis_url
         assert items.pending() == ids
 
 
-def test_of_a_queue_that_never_noted_it_every_record_may_be_large(queue: OneQueue) -> None:
+def test_without_a_noted_size_every_record_may_be_large(queue: OneQueue) -> None:
     ids = [f"j{n}" for n in range(6)]
     enqueue(queue, dict.fromkeys(ids, MB))
     queue.redis.hdel(queue.key("options"), "largest_record")
@@ -240,7 +240,7 @@ def test_of_a_queue_that_never_noted_it_every_record_may_be_large(queue: OneQueu
     assert largest(queue) == SMALL
 
 
-def test_large_jobs_that_are_due_together_become_waiting_some_per_call(queue: OneQueue) -> None:
+def test_large_jobs_due_together_are_promoted_in_several_calls(queue: OneQueue) -> None:
     ids = [f"j{n}" for n in range(9)]
     enqueue(queue, dict.fromkeys(ids, MB), run_at=2_000_000_000)
     for n, job_id in enumerate(ids):
@@ -251,7 +251,7 @@ def test_large_jobs_that_are_due_together_become_waiting_some_per_call(queue: On
         assert due_ms == (0 if waiting < 9 else None)
 
 
-def test_an_enqueue_does_not_read_large_records_to_know_that_they_are_there(queue: OneQueue) -> None:
+def test_an_enqueue_does_not_read_large_records_to_check_that_they_exist(queue: OneQueue) -> None:
     ids = [f"j{n}" for n in range(10)]
     enqueue(queue, dict.fromkeys(ids, MB))
     queue.redis.config_resetstat()
@@ -261,7 +261,7 @@ def test_an_enqueue_does_not_read_large_records_to_know_that_they_are_there(queu
     assert set(queue.pending()) == {*ids, "new"}
 
 
-def test_an_eviction_gives_back_large_jobs_of_some_workers_per_call(queue: OneQueue) -> None:
+def test_an_eviction_returns_large_jobs_in_several_calls(queue: OneQueue) -> None:
     ids = [f"j{n}" for n in range(12)]
     enqueue(queue, dict.fromkeys(ids, MB))
     workers = [queue.worker(f"w{n}", "p2") for n in range(4)]
@@ -272,17 +272,17 @@ def test_an_eviction_gives_back_large_jobs_of_some_workers_per_call(queue: OneQu
     assert set(queue.pending()) == set(ids)
 
 
-def test_counts_look_at_few_large_jobs(queue: OneQueue) -> None:
+def test_counts_read_few_large_jobs(queue: OneQueue) -> None:
     enqueue(queue, {f"j{n}": MB for n in range(16)})
     queue.producer.cancel("j0")
     queue.redis.config_resetstat()
     counts = queue.inspector.counts()
     assert (counts.waiting, counts.oldest_waiting_seconds is None) == (15, False)
-    assert calls(queue, "hget") == 3, "that of the stale hint, that of a live one, and a count"
+    assert calls(queue, "hget") == 3, "the record of the stale hint, that of a live one, and a count"
 
 
 def replies_of(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of each reply from now on."""
+    """Records the size of each reply from now on."""
     sizes: list[int] = []
     call = queue.link.call
 
@@ -296,7 +296,7 @@ def replies_of(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-@pytest.mark.one_server  # of a cluster the link of a node makes the call, which is not this one
+@pytest.mark.one_server  # in a cluster the call goes through the link of a node, not through this one
 def test_no_call_for_a_page_reads_more_than_the_budget(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = list("abcdefghijkl")
     enqueue(queue, dict.fromkeys(ids, MB))
@@ -322,5 +322,5 @@ def test_no_call_of_a_purge_reads_much_more_than_the_budget(queue: OneQueue, mon
     while queue.registry.purge(queue.name, lambda jobs: dropped.extend(str(job["id"]) for job in jobs)):
         pass
     assert set(dropped) == ids
-    # HSCAN takes COUNT for a hint: it reads whole buckets.
+    # HSCAN treats COUNT as a hint: it reads whole buckets.
     assert max(sizes) <= 3 * BUDGET

@@ -1,4 +1,4 @@
-"""Requests that arrive late: over a connection that their worker has given up, after what it has sent since."""
+"""Late requests: sent over an abandoned connection, they arrive after newer requests of the same worker."""
 
 import pytest
 
@@ -12,7 +12,7 @@ LARGEST = 2**53 - 1
 def send_late(
     worker: HandWorker, number: int, *, done: str = "", fence: str = "", keep: int = 0, want: int = 3
 ) -> None:
-    """A turn of this number arrives now; it is refused."""
+    """Delivers a turn with this number; it must be refused."""
     settled: list[bytes | str | int] = [part for job_id in done for part in (job_id, fence, 7)]
     with pytest.raises(Fenced, match="another process uses the name of this worker of queue 'q'"):
         worker.consumer.turn(number, settled, [], keep, want)
@@ -23,7 +23,7 @@ def beat(queue: OneQueue, worker: HandWorker) -> None:
 
 
 @pytest.mark.parametrize("keep", [0, 1])
-def test_a_late_turn_takes_nothing_away_from_the_worker_that_sent_it(queue: OneQueue, keep: int) -> None:
+def test_a_late_turn_takes_no_jobs_from_its_worker(queue: OneQueue, keep: int) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=1)
@@ -47,7 +47,7 @@ def test_a_late_turn_settles_nothing(queue: OneQueue) -> None:
     assert queue.state() == State(jobs={"a"}, active={"a": "w1"}, processing={"w1": ["a"]})
 
 
-def test_a_late_turn_does_not_lower_the_number_by_which_positions_are_read(queue: OneQueue) -> None:
+def test_a_late_turn_does_not_lower_the_registered_turn_number(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     for _ in range(3):
@@ -60,7 +60,7 @@ def test_a_late_turn_does_not_lower_the_number_by_which_positions_are_read(queue
     assert queue.rescue(worker, 0) == 1
 
 
-def test_a_turn_that_arrives_twice_is_taken_once(queue: OneQueue) -> None:
+def test_a_turn_that_arrives_twice_is_applied_once(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)
@@ -68,7 +68,7 @@ def test_a_turn_that_arrives_twice_is_taken_once(queue: OneQueue) -> None:
     assert queue.state().active == {"a": "w1"}
 
 
-def test_a_late_turn_is_known_after_a_rescue(queue: OneQueue) -> None:
+def test_a_late_turn_is_still_refused_after_a_rescue(queue: OneQueue) -> None:
     queue.enqueue("a", "b", "c")
     worker = queue.worker()
     worker.turn()
@@ -83,13 +83,13 @@ def test_a_late_turn_is_known_after_a_rescue(queue: OneQueue) -> None:
     assert worker.whole_turn(done="b").refused == []
 
 
-def test_numbers_are_told_apart_up_to_53_bits(queue: OneQueue) -> None:
+def test_turn_numbers_are_distinguished_up_to_53_bits(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.number = LARGEST - 3
     worker.turn()
     send_late(worker, LARGEST - 3)
-    # In the word of the scoreboard these two would be the same.
+    # In the packed word of the scoreboard these two would be equal.
     send_late(worker, LARGEST - 2 - 2**20)
     assert worker.turn(want=1) == ["a"]
     send_late(worker, LARGEST - 2)
@@ -97,14 +97,14 @@ def test_numbers_are_told_apart_up_to_53_bits(queue: OneQueue) -> None:
     assert queue.hash("processor:p1:workers") == {"w1": str(LARGEST)}
 
 
-def test_numbers_are_compared_as_numbers(queue: OneQueue) -> None:
+def test_turn_numbers_are_compared_as_numbers(queue: OneQueue) -> None:
     worker = queue.worker()
     for _ in range(11):
         worker.turn()
     assert queue.hash("processor:p1:workers") == {"w1": "11"}
 
 
-def test_a_late_turn_gives_back_what_the_blmove_before_it_has_moved(queue: OneQueue) -> None:
+def test_a_late_turn_returns_the_job_moved_by_its_blmove(queue: OneQueue) -> None:
     queue.enqueue("a", "b", "c")
     worker = queue.worker()
     worker.turn()
@@ -119,8 +119,8 @@ def test_a_late_turn_gives_back_what_the_blmove_before_it_has_moved(queue: OneQu
     assert worker.whole_turn(done="a").refused == []
 
 
-def test_a_late_blmove_of_an_id_that_its_worker_runs_leaves_it_with_the_worker(queue: OneQueue) -> None:
-    """A hint of the same id, left over from before it was cancelled and enqueued again."""
+def test_a_late_blmove_of_an_id_that_its_worker_runs_leaves_the_job_with_the_worker(queue: OneQueue) -> None:
+    """A stale hint of the same id, from before it was cancelled and enqueued again."""
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn()
@@ -134,7 +134,7 @@ def test_a_late_blmove_of_an_id_that_its_worker_runs_leaves_it_with_the_worker(q
     assert queue.state() == State(jobs={"a"}, active={"a": "w1"}, processing={"w1": ["a"]})
 
 
-def test_a_wake_token_that_a_late_blmove_has_moved_is_given_again(queue: OneQueue) -> None:
+def test_a_wake_token_moved_by_a_late_blmove_is_replaced(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn()
@@ -148,7 +148,7 @@ def test_a_wake_token_that_a_late_blmove_has_moved_is_given_again(queue: OneQueu
     assert queue.pending() == [""]
 
 
-def test_heartbeats_give_back_what_is_parked_behind_a_long_job(queue: OneQueue) -> None:
+def test_heartbeats_return_a_job_moved_late_behind_a_long_job(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=1)
@@ -160,8 +160,8 @@ def test_heartbeats_give_back_what_is_parked_behind_a_long_job(queue: OneQueue) 
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["b"]}, active={"a": "w1"}, processing={"w1": ["a"]})
 
 
-def test_a_heartbeat_leaves_the_list_of_a_worker_alone_that_takes_turns(queue: OneQueue) -> None:
-    """It does so itself; to look at every batch would cost the server more."""
+def test_a_heartbeat_leaves_the_list_of_an_active_worker_alone(queue: OneQueue) -> None:
+    """The worker's turns clean it up; checking every batch would cost the server more."""
     queue.enqueue("a", "b")
     worker = queue.worker()
     beat(queue, worker)
@@ -174,7 +174,7 @@ def test_a_heartbeat_leaves_the_list_of_a_worker_alone_that_takes_turns(queue: O
     assert worker.turn(done="a", want=1) == ["b"]
 
 
-def test_a_heartbeat_of_a_worker_that_waits_loses_nothing_that_it_was_just_given(queue: OneQueue) -> None:
+def test_a_heartbeat_does_not_return_jobs_just_given_to_a_waiting_worker(queue: OneQueue) -> None:
     worker = queue.worker()
     worker.turn()
     beat(queue, worker)
@@ -184,7 +184,7 @@ def test_a_heartbeat_of_a_worker_that_waits_loses_nothing_that_it_was_just_given
     assert worker.turn(want=1) == ["a"]
 
 
-def test_a_late_join_does_not_take_back_the_number(queue: OneQueue) -> None:
+def test_a_late_join_does_not_lower_the_turn_number(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn()
@@ -196,7 +196,7 @@ def test_a_late_join_does_not_take_back_the_number(queue: OneQueue) -> None:
     assert queue.state().active == {"a": "w1"}
 
 
-def test_a_late_join_of_a_worker_that_was_removed_is_refused(queue: OneQueue) -> None:
+def test_a_late_join_of_a_removed_worker_is_refused(queue: OneQueue) -> None:
     worker = queue.worker()
     worker.turn()
     queue.recover(worker)
@@ -205,7 +205,7 @@ def test_a_late_join_of_a_worker_that_was_removed_is_refused(queue: OneQueue) ->
     assert queue.hash("processor:p1:workers") == {}
 
 
-def test_a_late_join_of_a_queue_that_was_deleted_and_made_again_is_refused(queue: OneQueue) -> None:
+def test_a_late_join_of_a_queue_deleted_and_created_again_is_refused(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.registry.delete("q", force=True)
     queue.registry.purge("q", lambda lines: None)
@@ -215,8 +215,8 @@ def test_a_late_join_of_a_queue_that_was_deleted_and_made_again_is_refused(queue
     assert queue.worker("w2").turn() == []
 
 
-def test_a_late_rescue_is_not_taken_for_one_of_a_later_turn(queue: OneQueue) -> None:
-    """Their numbers have the same low bits."""
+def test_a_late_rescue_does_not_apply_to_a_later_turn(queue: OneQueue) -> None:
+    """Even if the turn numbers have the same low bits."""
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.number = 2**20

@@ -1,4 +1,4 @@
-"""Who is limited is told in time, and nobody asks again and again, starves, or stays limited for nothing."""
+"""Limited workers are woken in time; none of them polls, starves or stays limited without a reason."""
 
 import time
 
@@ -14,7 +14,7 @@ from tests.support.drive.wait import wait_until
 
 
 def two_limited(queue: OneQueue) -> list[HandWorker]:
-    """The bucket is empty, and two workers wait for it."""
+    """Empties the bucket and returns two workers that wait for tokens."""
     queue.enqueue(*"abcde")
     queue.worker("w0").turn(want=1)
     workers = [queue.worker("w1"), queue.worker("w2")]
@@ -24,7 +24,7 @@ def two_limited(queue: OneQueue) -> list[HandWorker]:
 
 
 def two_suspects(queue: OneQueue, retry: HandWorker) -> list[HandWorker]:
-    """a and b are suspects, and the retry child has asked; the two workers have c and d, and more is waiting."""
+    """a and b are suspects and the retry process waits for them; the two workers run c and d, and more jobs wait."""
     queue.enqueue(*"abcdefghij")
     lost = [queue.worker("w1"), queue.worker("w2")]
     for worker in lost:
@@ -38,11 +38,11 @@ def two_suspects(queue: OneQueue, retry: HandWorker) -> list[HandWorker]:
     return workers
 
 
-def test_a_worker_that_takes_the_tokens_tells_when_those_behind_it_may_begin(queue: OneQueue) -> None:
+def test_a_worker_that_takes_the_tokens_publishes_when_the_next_may_start(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     first, second = two_limited(queue)
     fill_bucket(queue)
-    assert queue.recovery().promote(queue.name) is None, "there are tokens: it need not come back"
+    assert queue.recovery().promote(queue.name) is None, "there are tokens, so promote need not come back"
     assert (wakes(queue, first), wakes(queue, second)) == (1, 0)
     with subscription(queue) as pulse:
         assert first.turn(want=1) == ["b"]
@@ -51,7 +51,7 @@ def test_a_worker_that_takes_the_tokens_tells_when_those_behind_it_may_begin(que
 
 
 @pytest.mark.parametrize("why", ["nothing was taken", "nobody is limited", "there are more"])
-def test_pulse_is_told_only_if_somebody_waits_for_tokens(queue: OneQueue, why: str) -> None:
+def test_pulse_is_notified_only_if_a_worker_waits_for_tokens(queue: OneQueue, why: str) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     first, second = two_limited(queue)
     if why != "nothing was taken":
@@ -67,7 +67,7 @@ def test_pulse_is_told_only_if_somebody_waits_for_tokens(queue: OneQueue, why: s
 
 
 @pytest.mark.parametrize("why", ["the rate was changed", "the clock was set back"])
-def test_an_overdrawn_bucket_fills_from_now_on(queue: OneQueue, why: str) -> None:
+def test_an_overdrawn_bucket_refills_from_now(queue: OneQueue, why: str) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     queue.enqueue(*"ab")
     worker = queue.worker()
@@ -90,7 +90,9 @@ def test_a_bucket_that_is_not_overdrawn_is_left_alone(queue: OneQueue) -> None:
 
 
 @pytest.mark.parametrize(("count", "period_ms"), [(7, 1000), (7000, 1000), (29_999, 1000), (50, 1000)])
-def test_a_token_takes_exactly_its_time_however_many_are_taken(queue: OneQueue, count: int, period_ms: int) -> None:
+def test_each_token_takes_exactly_its_time_for_any_number_of_claims(
+    queue: OneQueue, count: int, period_ms: int
+) -> None:
     set_rate(queue, count, period_ms, burst=10**6)
     queue.enqueue(*(str(number) for number in range(40)))
     worker = queue.worker()
@@ -103,7 +105,7 @@ def test_a_token_takes_exactly_its_time_however_many_are_taken(queue: OneQueue, 
     assert 40 * exact_us <= taken_us < 40 * (exact_us + 0.5)
 
 
-def test_stale_hints_of_another_priority_bring_no_worker_again_and_again(queue: OneQueue) -> None:
+def test_stale_hints_of_another_priority_do_not_wake_a_worker_repeatedly(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     queue.enqueue("a")
     worker = queue.worker()
@@ -112,15 +114,15 @@ def test_stale_hints_of_another_priority_bring_no_worker_again_and_again(queue: 
     queue.enqueue("b", "c", priority=0)
     queue.producer.enqueue([new_job({}, id="b", priority=0, run_at=time.time() + 3600)], Update("update"))
     queue.producer.cancel("c")
-    assert worker.block() == "", "there is a hint, of nothing that waits"
+    assert worker.block() == "", "there is a hint, but no job waits"
     assert worker.whole_turn(want=1).limited
     fill_bucket(queue)
     assert not worker.whole_turn(want=1).limited
-    assert worker.block() is None, "it has cleared them away"
+    assert worker.block() is None, "the turn has removed the stale hints"
 
 
 @pytest.mark.parametrize("by", ["configure", "create"])
-def test_a_changed_limit_is_told_also_if_no_worker_is_written_down(redis_url: str, by: str) -> None:
+def test_a_changed_limit_is_published_even_without_limited_workers(redis_url: str, by: str) -> None:
     with external_queue(redis_url, max_active=1) as queue:
         queue.enqueue(*"ab")
         assert queue.idle("w1") == "a"
@@ -133,14 +135,14 @@ def test_a_changed_limit_is_told_also_if_no_worker_is_written_down(redis_url: st
             assert pulse.delays() == [0]
 
 
-def test_a_queue_without_limits_tells_nobody_of_its_options(queue: OneQueue) -> None:
+def test_a_queue_without_limits_publishes_no_option_changes(queue: OneQueue) -> None:
     with subscription(queue) as pulse:
         queue.create(size=2)
         queue.registry.configure(queue.name, {"size": 3}, {})
         assert pulse.delays() == []
 
 
-def test_promote_comes_back_until_all_are_woken_by_a_limit_that_was_lifted(queue: OneQueue) -> None:
+def test_promote_comes_back_until_a_lifted_limit_has_woken_all_workers(queue: OneQueue) -> None:
     queue.create(max_active=1)
     queue.enqueue(*"ab")
     queue.worker("w0").turn(want=1)
@@ -165,7 +167,7 @@ def test_a_schedule_fires_while_workers_are_limited(queue: OneQueue) -> None:
     assert wait_ms is not None
 
 
-def test_a_suspect_gets_the_next_place_though_workers_would_take_it_themselves(queue: OneQueue) -> None:
+def test_a_suspect_gets_the_next_free_place_before_other_workers(queue: OneQueue) -> None:
     queue.create(max_active=2)
     retry = queue.worker("r1", lane="retry")
     first, second = two_suspects(queue, retry)
@@ -173,10 +175,10 @@ def test_a_suspect_gets_the_next_place_though_workers_would_take_it_themselves(q
     assert queue.state().retry_tokens == 1
     assert wakes(queue, first) == 0
     assert retry.turn(want=1) == ["a"]
-    assert second.turn(want=1, done="d") == ["e"], "one place only, and only until it is taken"
+    assert second.turn(want=1, done="d") == ["e"], "only one place is reserved, and only until it is taken"
 
 
-def test_a_suspect_gets_the_next_token_though_workers_wait_for_it(queue: OneQueue) -> None:
+def test_a_suspect_gets_the_next_token_before_waiting_workers(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=4)
     retry = queue.worker("r1", lane="retry")
     first, second = two_suspects(queue, retry)
@@ -185,17 +187,17 @@ def test_a_suspect_gets_the_next_token_though_workers_wait_for_it(queue: OneQueu
     fill_bucket(queue)
     queue.recovery().promote(queue.name)
     assert (wakes(queue, first), queue.state().retry_tokens) == (0, 1)
-    assert second.whole_turn(want=1, done="d").limited, "whoever comes meanwhile"
+    assert second.whole_turn(want=1, done="d").limited, "a worker that comes meanwhile is limited"
     with subscription(queue) as pulse:
         assert retry.turn(want=1) == ["a"]
-        assert pulse.delays(), "those that wait still are told of the next token"
+        assert pulse.delays(), "the next token is published for the workers still waiting"
     fill_bucket(queue)
     queue.recovery().promote(queue.name)
-    assert wakes(queue, first) == 1, "the retry child is busy"
+    assert wakes(queue, first) == 1, "the retry process is busy"
 
 
 @pytest.mark.parametrize("how", ["it is taken out", "it does not come"])
-def test_a_place_is_not_left_for_ever_to_a_retry_child_that_is_gone(queue: OneQueue, how: str) -> None:
+def test_a_place_is_not_reserved_forever_for_a_dead_retry_process(queue: OneQueue, how: str) -> None:
     queue.create(max_active=2)
     retry = queue.worker("r1", lane="retry")
     first, _ = two_suspects(queue, retry)
@@ -207,7 +209,7 @@ def test_a_place_is_not_left_for_ever_to_a_retry_child_that_is_gone(queue: OneQu
     assert first.turn(want=1, done="c") == ["e"]
 
 
-def test_no_place_is_left_to_a_process_for_suspects_which_ends_without_one(queue: OneQueue) -> None:
+def test_no_place_is_reserved_for_a_helper_process_that_ends_without_a_suspect(queue: OneQueue) -> None:
     queue.create(max_active=2)
     first, _ = two_suspects(queue, queue.worker("r1", lane="retry"))
     queue.redis.hdel(queue.key("counts"), "left_until_ms")
@@ -215,14 +217,16 @@ def test_no_place_is_left_to_a_process_for_suspects_which_ends_without_one(queue
     assert alone.turn(want=1) == []
     assert "left_until_ms" not in queue.hash("counts")
     first.turn(done="c")
-    assert alone.turn(want=1) == ["a"], "a place that is free is as good for it"
+    assert alone.turn(want=1) == ["a"], "a free place is enough for it"
 
 
-def test_the_retry_child_asks_once_and_is_then_left_alone(queue: OneQueue) -> None:
+def test_the_retry_process_is_woken_once_per_free_place(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=4)
     retry = queue.worker("r1", lane="retry")
     two_suspects(queue, retry)
-    assert int(queue.hash("counts")["left_until_ms"]) - time.time() * 1000 > HOUR_MS / 2, "until there is a token"
+    assert int(queue.hash("counts")["left_until_ms"]) - time.time() * 1000 > HOUR_MS / 2, (
+        "reserved until there is a token"
+    )
     queue.recovery().promote(queue.name)
     assert queue.state().retry_tokens == 0
     queue.redis.hdel(queue.key("counts"), "left_until_ms")
@@ -235,7 +239,7 @@ def test_the_retry_child_asks_once_and_is_then_left_alone(queue: OneQueue) -> No
     assert queue.state().retry_tokens == 0
 
 
-def test_no_place_is_left_when_the_last_suspect_is_gone(queue: OneQueue) -> None:
+def test_no_place_is_reserved_when_the_last_suspect_is_gone(queue: OneQueue) -> None:
     queue.create(max_active=2)
     retry = queue.worker("r1", lane="retry")
     first, _ = two_suspects(queue, retry)
@@ -244,7 +248,7 @@ def test_no_place_is_left_when_the_last_suspect_is_gone(queue: OneQueue) -> None
     assert first.turn(want=1, done="c") == ["e"]
 
 
-def test_the_retry_child_is_never_limited_and_asks_for_suspects_only(queue: OneQueue) -> None:
+def test_the_retry_process_is_never_limited_and_waits_for_suspects_only(queue: OneQueue) -> None:
     queue.create(max_active=1)
     queue.enqueue(*"ab")
     queue.worker("w1").turn(want=1)
@@ -253,7 +257,7 @@ def test_the_retry_child_is_never_limited_and_asks_for_suspects_only(queue: OneQ
     assert "left_until_ms" not in queue.hash("counts")
 
 
-def test_who_wants_nothing_is_not_limited(queue: OneQueue) -> None:
+def test_a_worker_that_claims_nothing_is_not_limited(queue: OneQueue) -> None:
     queue.create(max_active=1)
     queue.enqueue(*"ab")
     queue.worker("w1").turn(want=1)
@@ -261,7 +265,7 @@ def test_who_wants_nothing_is_not_limited(queue: OneQueue) -> None:
     assert limited(queue) == []
 
 
-def test_who_came_first_is_woken_first_by_a_wake_that_goes_if_nobody_reads_it(queue: OneQueue) -> None:
+def test_the_first_limited_worker_is_woken_first_by_a_wake_that_expires(queue: OneQueue) -> None:
     queue.create(max_active=1)
     queue.enqueue(*"abc")
     first = queue.worker("w1")

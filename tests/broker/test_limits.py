@@ -1,4 +1,4 @@
-"""rate, burst and max_active in the claim; who is limited, and who wakes him."""
+"""rate, burst and max_active in the claim; which workers are limited, and what wakes them."""
 
 import time
 
@@ -10,7 +10,7 @@ from tests.support.drive.limits import HOUR_MS, limited, set_rate, tokens, wakes
 from tests.support.drive.one_queue import OneQueue, one_queue
 
 
-def test_no_more_begin_than_the_burst_however_many_are_wanted(queue: OneQueue) -> None:
+def test_no_more_jobs_start_than_the_burst_allows(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=3)
     queue.enqueue(*"abcde")
     one, other = queue.worker("w1"), queue.worker("w2")
@@ -22,24 +22,24 @@ def test_no_more_begin_than_the_burst_however_many_are_wanted(queue: OneQueue) -
     assert queue.state().waiting == {5: ["d", "e"]}
 
 
-def test_tokens_come_back_with_time_and_only_up_to_the_burst(queue: OneQueue) -> None:
+def test_tokens_refill_over_time_up_to_the_burst(queue: OneQueue) -> None:
     set_rate(queue, 1, 50, burst=2)
     queue.enqueue(*"abcdefgh")
     worker = queue.worker()
     assert worker.turn(want=8) == ["a", "b"]
     assert worker.turn(want=8, done="ab") == []
     time.sleep(0.3)
-    assert worker.turn(want=8) == ["c", "d"], "not six, for which there was time"
+    assert worker.turn(want=8) == ["c", "d"], "six tokens would have had time to refill, but the burst is the limit"
 
 
-def test_without_a_burst_it_is_what_the_rate_allows_in_a_tenth_of_a_second(queue: OneQueue) -> None:
+def test_the_default_burst_is_a_tenth_of_a_second_of_the_rate(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=0)
     assert tokens(queue) == 1
     set_rate(queue, 50, 1000, burst=0)
     assert tokens(queue) == 5
 
 
-def test_a_clock_that_was_set_back_stops_nobody_for_longer_than_an_empty_bucket(queue: OneQueue) -> None:
+def test_a_clock_set_back_delays_no_longer_than_an_empty_bucket(queue: OneQueue) -> None:
     set_rate(queue, 100, 1000, burst=10)
     queue.redis.hset(queue.key("counts"), "bucket_us", str((time.time() + 3600) * 1e6))
     queue.enqueue("a")
@@ -48,7 +48,7 @@ def test_a_clock_that_was_set_back_stops_nobody_for_longer_than_an_empty_bucket(
     assert 1 <= (queue.recovery().promote(queue.name) or 0) <= 20
 
 
-def test_a_job_that_goes_back_or_was_used_up_before_takes_no_token(queue: OneQueue) -> None:
+def test_a_returned_or_buried_job_takes_no_token(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=2)
     queue.create(max_stalls=0)
     queue.enqueue("a")
@@ -56,12 +56,12 @@ def test_a_job_that_goes_back_or_was_used_up_before_takes_no_token(queue: OneQue
     worker.turn(want=1)
     queue.recover(worker, running=True)
     assert tokens(queue) == 1
-    assert queue.worker("w2").turn(want=1) == [], "it has stalled too often"
+    assert queue.worker("w2").turn(want=1) == [], "the job has stalled too often"
     assert queue.state().dead == ["a"]
     assert tokens(queue) == 1
 
 
-def test_nobody_is_limited_while_nothing_waits(queue: OneQueue) -> None:
+def test_no_worker_is_limited_while_no_job_waits(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     queue.enqueue("a")
     worker = queue.worker()
@@ -71,7 +71,7 @@ def test_nobody_is_limited_while_nothing_waits(queue: OneQueue) -> None:
     assert limited(queue) == []
 
 
-def test_a_hint_that_a_limited_worker_was_given_goes_back(queue: OneQueue) -> None:
+def test_a_hint_moved_to_a_limited_worker_goes_back(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     queue.enqueue("a", "b")
     queue.worker("w1").turn(want=1)
@@ -82,18 +82,18 @@ def test_a_hint_that_a_limited_worker_was_given_goes_back(queue: OneQueue) -> No
     assert queue.state().waiting == {5: ["b"]}
 
 
-def test_no_more_are_active_than_max_active_and_each_claims_one(queue: OneQueue) -> None:
+def test_max_active_is_never_exceeded_and_each_worker_claims_one(queue: OneQueue) -> None:
     queue.create(max_active=2)
     queue.enqueue(*"abcde")
     one, two, three = (queue.worker(name) for name in ("w1", "w2", "w3"))
     assert one.turn(want=5) == ["a"]
     assert two.turn(want=5) == ["b"]
     assert three.whole_turn(want=5).limited
-    assert one.turn(want=5, done="a") == ["c"], "its own place is free again in the same turn"
+    assert one.turn(want=5, done="a") == ["c"], "its own place is free in the same turn"
     assert wakes(queue, three) == 0
 
 
-def test_who_makes_room_wakes_the_first_that_was_limited(queue: OneQueue) -> None:
+def test_a_freed_place_wakes_the_first_limited_worker(queue: OneQueue) -> None:
     queue.create(max_active=1)
     queue.enqueue(*"abc")
     one, two, three = (queue.worker(name) for name in ("w1", "w2", "w3"))
@@ -104,11 +104,11 @@ def test_who_makes_room_wakes_the_first_that_was_limited(queue: OneQueue) -> Non
     assert (wakes(queue, two), wakes(queue, three)) == (1, 0)
     assert limited(queue) == ["p1 w3"]
     assert two.turn(want=1) == ["b"]
-    assert wakes(queue, three) == 0, "there is no room for it"
+    assert wakes(queue, three) == 0, "there is no free place for it"
 
 
 @pytest.mark.parametrize("how", ["recover", "evict", "heartbeat", "rescue"])
-def test_a_worker_that_is_taken_out_makes_room(queue: OneQueue, how: str) -> None:
+def test_a_removed_worker_frees_its_place(queue: OneQueue, how: str) -> None:
     queue.create(max_active=2)
     queue.enqueue(*"abcd")
     gone, waiting = queue.worker("w1", "p1"), queue.worker("w2", "p2")
@@ -133,7 +133,7 @@ def test_a_worker_that_is_taken_out_makes_room(queue: OneQueue, how: str) -> Non
     assert wakes(queue, waiting) == 1
 
 
-def test_a_woken_worker_wakes_the_next_while_there_is_room(queue: OneQueue) -> None:
+def test_a_woken_worker_wakes_the_next_while_places_are_free(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     queue.enqueue(*"abcd")
     queue.worker("w0").turn(want=1)
@@ -148,7 +148,7 @@ def test_a_woken_worker_wakes_the_next_while_there_is_room(queue: OneQueue) -> N
         assert worker.turn(want=1) == ["bcd"[at]]
 
 
-def test_all_wake_one_after_the_other_even_if_nothing_waits_any_more(queue: OneQueue) -> None:
+def test_all_limited_workers_wake_in_turn_even_if_no_job_waits_any_more(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     queue.enqueue(*"ab")
     queue.worker("w0").turn(want=1)
@@ -162,7 +162,7 @@ def test_all_wake_one_after_the_other_even_if_nothing_waits_any_more(queue: OneQ
     assert wakes(queue, workers[1]) == 1
 
 
-def test_promote_is_told_when_enough_tokens_are_there(queue: OneQueue) -> None:
+def test_promote_learns_when_enough_tokens_are_available(queue: OneQueue) -> None:
     set_rate(queue, 100, 1000, burst=10)
     queue.enqueue(*(str(number) for number in range(20)))
     worker = queue.worker()
@@ -177,11 +177,11 @@ def test_promote_is_told_when_enough_tokens_are_there(queue: OneQueue) -> None:
     assert 1 <= (queue.recovery().promote(queue.name) or 0) <= 20
     assert 1 <= (queue.recovery().heartbeat(queue.name, 15_000, []).due_ms or 0) <= 20
     time.sleep(0.03)
-    assert queue.recovery().promote(queue.name) is None, "nobody is limited any more"
+    assert queue.recovery().promote(queue.name) is None, "no worker is limited any more"
     assert wakes(queue, worker) == 1
 
 
-def test_max_active_alone_gives_promote_no_time_to_come_back(queue: OneQueue) -> None:
+def test_max_active_alone_gives_promote_no_next_time(queue: OneQueue) -> None:
     queue.create(max_active=1)
     queue.enqueue(*"ab")
     queue.worker("w1").turn(want=1)
@@ -189,7 +189,7 @@ def test_max_active_alone_gives_promote_no_time_to_come_back(queue: OneQueue) ->
     assert queue.recovery().promote(queue.name) is None
 
 
-def test_tokens_that_nobody_may_use_give_promote_no_time_to_come_back(queue: OneQueue) -> None:
+def test_tokens_that_max_active_blocks_give_promote_no_next_time(queue: OneQueue) -> None:
     queue.create(max_active=1)
     set_rate(queue, 1000, 1, burst=100)
     queue.enqueue(*"ab")
@@ -199,7 +199,7 @@ def test_tokens_that_nobody_may_use_give_promote_no_time_to_come_back(queue: One
 
 
 @pytest.mark.parametrize("by", ["configure", "create"])
-def test_a_changed_limit_is_told_to_promote_which_wakes(queue: OneQueue, by: str) -> None:
+def test_a_changed_limit_is_published_and_promote_wakes_workers(queue: OneQueue, by: str) -> None:
     queue.create(max_active=1)
     queue.enqueue(*"abc")
     queue.worker("w1").turn(want=1)
@@ -220,7 +220,7 @@ def test_a_changed_limit_is_told_to_promote_which_wakes(queue: OneQueue, by: str
     assert limited(queue) == []
 
 
-def test_a_limited_worker_that_is_gone_is_not_woken_in_place_of_another(queue: OneQueue) -> None:
+def test_a_dead_limited_worker_is_not_woken_in_place_of_a_live_one(queue: OneQueue) -> None:
     queue.create(max_active=1)
     queue.enqueue(*"abc")
     first, gone, waiting = (queue.worker(name) for name in ("w1", "w2", "w3"))
@@ -233,7 +233,7 @@ def test_a_limited_worker_that_is_gone_is_not_woken_in_place_of_another(queue: O
     assert wakes(queue, waiting) == 1
 
 
-def test_the_retry_child_is_told_when_it_may_begin_and_not_before(queue: OneQueue) -> None:
+def test_the_retry_process_is_woken_only_when_it_may_start(queue: OneQueue) -> None:
     set_rate(queue, 10, 1000, burst=1)
     queue.create(retry_lane_retries=1, max_retries=0, min_backoff_ms=0)
     queue.enqueue("a")
@@ -252,7 +252,7 @@ def test_the_retry_child_is_told_when_it_may_begin_and_not_before(queue: OneQueu
     assert child.turn(want=1) == ["a"]
 
 
-def test_a_paused_queue_says_so_whatever_its_limits(queue: OneQueue) -> None:
+def test_a_paused_queue_reports_paused_whatever_its_limits(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     queue.enqueue(*"ab")
     worker = queue.worker()
@@ -263,7 +263,7 @@ def test_a_paused_queue_says_so_whatever_its_limits(queue: OneQueue) -> None:
     assert limited(queue) == []
 
 
-def test_limits_hold_for_workers_elsewhere(redis_url: str) -> None:
+def test_limits_apply_to_external_workers(redis_url: str) -> None:
     with one_queue(redis_url, mode="external", lease_ms=60_000, max_active=1) as queue:
         external = ExternalJobs(queue.link, DEFAULT_PREFIX, queue.name)
         queue.enqueue(*"abc")
@@ -286,7 +286,7 @@ def test_limits_hold_for_workers_elsewhere(redis_url: str) -> None:
         assert 0 < wait_ms <= HOUR_MS
 
 
-def test_deleting_the_queue_leaves_nothing_of_its_limits(queue: OneQueue) -> None:
+def test_deleting_the_queue_removes_its_limit_keys(queue: OneQueue) -> None:
     queue.create(max_active=1)
     queue.enqueue(*"ab")
     queue.worker("w1").turn(want=1)
@@ -295,7 +295,7 @@ def test_deleting_the_queue_leaves_nothing_of_its_limits(queue: OneQueue) -> Non
     assert not queue.redis.exists(queue.key("limited"))
 
 
-def test_status_says_how_many_may_begin_and_what_is_due_next(queue: OneQueue) -> None:
+def test_status_shows_tokens_limited_workers_and_the_next_due_time(queue: OneQueue) -> None:
     counts = queue.inspector.counts()
     assert (counts.limits, counts.next_due_seconds) == (None, None)
     queue.create(max_active=2)

@@ -1,4 +1,4 @@
-"""The model-based test of the scripts once more, with limits that come, change and go, and tokens that come in."""
+"""The model-based test of test_model.py with limits that are set, changed and lifted, and tokens that refill."""
 
 import os
 
@@ -55,7 +55,7 @@ class LimitedQueueMachine(QueueMachine):
         self.checks.limits.promoted(due_ms)
         for worker in self.workers:
             if not self.model.limits:
-                # It was woken: its next turn comes at once.
+                # A woken worker takes its next turn at once.
                 worker.limited = False
 
     @rule(priority=PRIORITIES)
@@ -64,7 +64,7 @@ class LimitedQueueMachine(QueueMachine):
 
     @rule(order=MAIN_WORKERS, want=st.integers(1, 2))
     def all_who_are_awake_work(self, order: list[int], want: int) -> None:
-        """Those that are woken by it, too."""
+        """Including workers that are woken by it."""
         for which in order:
             worker = self.workers[which]
             if not worker.limited or self.checks.limits.is_woken(worker):
@@ -72,7 +72,7 @@ class LimitedQueueMachine(QueueMachine):
 
     @rule(which=WORKERS)
     def end_what_runs(self, which: int) -> None:
-        """And begin nothing: that is for others."""
+        """Claims nothing, so that others can."""
         self._take_turn(self._run(which, 9), want=0)
 
     @rule(outcome=OUTCOMES)
@@ -82,10 +82,10 @@ class LimitedQueueMachine(QueueMachine):
         self._take_turn(self._run(RETRY, 9), want=1)
 
     @invariant()
-    def nobody_sleeps_who_may_begin(self) -> None:
+    def no_worker_sleeps_that_may_start(self) -> None:
         self.checks.limits.check(self.queue.state(), self.workers)
 
 
 @pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 400)
-def test_no_interleaving_exceeds_a_limit_or_lets_a_worker_sleep_that_may_begin(server: Server) -> None:
+def test_no_interleaving_exceeds_a_limit_or_leaves_a_worker_asleep_that_may_start(server: Server) -> None:
     explore(LimitedQueueMachine, server)

@@ -1,4 +1,4 @@
-"""What pulse is told of limits: when it is to come, and when it need not; and what status says."""
+"""Times that the scripts report to pulse for limits, and the limits shown in status."""
 
 import time
 
@@ -23,23 +23,23 @@ def is_about_an_hour(ms: int | None) -> bool:
     return ms is not None and HOUR_MS - 60_000 < ms <= HOUR_MS
 
 
-def test_pulse_comes_for_no_more_tokens_than_the_bucket_holds(queue: OneQueue) -> None:
+def test_pulse_waits_for_no_more_tokens_than_the_bucket_holds(queue: OneQueue) -> None:
     set_rate(queue, 10, 1000, burst=1)
     one_limited(queue)
     set_rate(queue, 1000, 1000, burst=2)
     assert (queue.recovery().promote(queue.name) or 0) <= 2
 
 
-def test_pulse_never_comes_back_at_once(queue: OneQueue) -> None:
+def test_pulse_waits_at_least_a_millisecond(queue: OneQueue) -> None:
     set_rate(queue, 100_000, 1000, burst=1)
     queue.redis.hset(queue.key("counts"), "bucket_us", str((time.time() + 60) * 1e6))
     queue.enqueue("a")
     with subscription(queue) as pulse:
         assert queue.worker().whole_turn(want=1).limited
-        assert pulse.delays() == [1], "the token comes in 10 µs"
+        assert pulse.delays() == [1], "the token is due in 10 µs"
 
 
-def test_pulse_is_told_when_the_retry_child_may_begin(queue: OneQueue) -> None:
+def test_pulse_learns_when_the_retry_process_may_start(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     queue.create(**LANE)
     queue.enqueue("a")
@@ -51,7 +51,7 @@ def test_pulse_is_told_when_the_retry_child_may_begin(queue: OneQueue) -> None:
         assert all(is_about_an_hour(ms) for ms in pulse.delays() or [0])
 
 
-def test_pulse_is_told_of_no_time_when_the_retry_child_waits_for_a_place(queue: OneQueue) -> None:
+def test_pulse_gets_no_time_while_the_retry_process_waits_for_a_place(queue: OneQueue) -> None:
     queue.create(max_active=1, **LANE)
     queue.enqueue(*"ab")
     worker, child = queue.worker("w1"), queue.worker("r1", lane="retry")
@@ -74,7 +74,7 @@ def test_promote_comes_back_for_a_suspect(queue: OneQueue) -> None:
     assert is_about_an_hour(queue.recovery().promote(queue.name))
 
 
-def test_promote_has_no_time_while_nobody_is_limited(queue: OneQueue) -> None:
+def test_promote_has_no_next_time_while_no_worker_is_limited(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     queue.enqueue(*"ab")
     queue.worker().turn(want=1)
@@ -82,7 +82,7 @@ def test_promote_has_no_time_while_nobody_is_limited(queue: OneQueue) -> None:
 
 
 @pytest.mark.parametrize("by", ["configure", "create"])
-def test_a_changed_rate_is_told(queue: OneQueue, by: str) -> None:
+def test_a_changed_rate_is_published(queue: OneQueue, by: str) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     with subscription(queue) as pulse:
         if by == "create":
@@ -92,7 +92,7 @@ def test_a_changed_rate_is_told(queue: OneQueue, by: str) -> None:
         assert pulse.delays() == [0]
 
 
-def test_a_heartbeat_wakes_those_whose_limit_was_lifted(queue: OneQueue) -> None:
+def test_a_heartbeat_wakes_workers_whose_limit_was_lifted(queue: OneQueue) -> None:
     queue.create(max_active=1)
     worker = one_limited(queue)
     queue.create(max_active=0)
@@ -100,8 +100,8 @@ def test_a_heartbeat_wakes_those_whose_limit_was_lifted(queue: OneQueue) -> None
     assert wakes(queue, worker) == 1
 
 
-def limited_elsewhere(queue: ExternalQueue, waiting: str) -> None:
-    """w1 has taken the only token; w2 is idle."""
+def limit_external_worker(queue: ExternalQueue, waiting: str) -> None:
+    """w1 takes the only token; w2 is idle."""
     set_rate(queue, 1, HOUR_MS, burst=1)
     queue.enqueue("a", *waiting)
     assert queue.work("w1") == "a"
@@ -109,9 +109,9 @@ def limited_elsewhere(queue: ExternalQueue, waiting: str) -> None:
 
 
 @pytest.mark.parametrize("waits", ["a job", "a job of the retry lane", "nothing"])
-def test_pulse_is_told_when_workers_elsewhere_may_begin(redis_url: str, waits: str) -> None:
+def test_pulse_learns_when_external_workers_may_start(redis_url: str, waits: str) -> None:
     with external_queue(redis_url, retry_lane_retries=1, max_retries=0, min_backoff_ms=0) as queue:
-        limited_elsewhere(queue, "b" if waits == "a job" else "")
+        limit_external_worker(queue, "b" if waits == "a job" else "")
         if waits == "a job of the retry lane":
             queue.fail("a")
         with subscription(queue) as pulse:
@@ -121,25 +121,27 @@ def test_pulse_is_told_when_workers_elsewhere_may_begin(redis_url: str, waits: s
         assert all(is_about_an_hour(ms) for ms in heard)
 
 
-def test_promote_comes_back_for_workers_elsewhere(redis_url: str) -> None:
+def test_promote_comes_back_for_external_workers(redis_url: str) -> None:
     with external_queue(redis_url) as queue:
-        limited_elsewhere(queue, "b")
+        limit_external_worker(queue, "b")
         set_rate(queue, 1, 60_000, burst=1)
         assert 0 < (queue.promote() or 0) <= 60_000, "the lease is longer"
 
 
-def test_no_worker_elsewhere_is_rung_while_nothing_may_begin(redis_url: str) -> None:
+def test_no_external_worker_is_notified_while_no_job_may_start(redis_url: str) -> None:
     with external_queue(redis_url) as queue:
-        limited_elsewhere(queue, "b")
+        limit_external_worker(queue, "b")
         queue.promote()
-        assert queue.redis.zcard(queue.key("awaiting")) == 1, "who is rung is taken out until it asks"
+        assert queue.redis.zcard(queue.key("awaiting")) == 1, (
+            "a notified worker would be removed until it sends idle again"
+        )
         fill_bucket(queue)
         queue.promote()
         assert queue.redis.zcard(queue.key("awaiting")) == 0
         assert queue.fetch_assigned("w2") == "b"
 
 
-def test_nothing_may_begin_when_more_are_active_than_allowed_by_now(queue: OneQueue) -> None:
+def test_no_job_may_start_while_more_are_active_than_a_lowered_limit(queue: OneQueue) -> None:
     queue.enqueue(*"abc")
     queue.worker().turn(want=3)
     queue.create(max_active=1)
@@ -154,7 +156,7 @@ def test_a_queue_without_a_rate_has_no_bucket(queue: OneQueue) -> None:
 
 
 @pytest.mark.parametrize(("job_ms", "tick_ms"), [(600_000, 900_000), (900_000, 600_000), (-5000, 600_000)])
-def test_status_says_when_the_next_job_or_tick_is_due(queue: OneQueue, job_ms: int, tick_ms: int) -> None:
+def test_status_shows_when_the_next_job_or_tick_is_due(queue: OneQueue, job_ms: int, tick_ms: int) -> None:
     now_ms = int(time.time() * 1000)
     queue.redis.zadd(queue.key("scheduled"), {"a": now_ms + job_ms})
     queue.redis.zadd(queue.key("schedules:next"), {"k": now_ms + tick_ms})

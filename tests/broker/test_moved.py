@@ -1,4 +1,4 @@
-"""What waiting has brought into a worker's list is begun by its next turn, or goes back to where it was."""
+"""A job moved by BLMOVE into a worker's list is claimed by its next turn or goes back to where it was."""
 
 import pytest
 
@@ -10,7 +10,7 @@ NAME = "w" * 48
 
 
 def wait(worker: HandWorker, want: int = 1) -> Turn:
-    """Waits with the turn sent along, as a worker does that has found nothing."""
+    """Sends BLMOVE and a turn together, like an idle worker."""
     worker.turn()
     worker.number += 1
     turn = worker.consumer.wait_for_turn(worker.number, want)
@@ -20,7 +20,7 @@ def wait(worker: HandWorker, want: int = 1) -> Turn:
 
 
 @pytest.mark.spec("R10", "R11")
-def test_a_wait_brings_the_job_itself(queue: OneQueue) -> None:
+def test_a_blocking_wait_returns_the_job(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a", "b", "c")
     assert wait(worker, want=2).jobs[::2] == [b"a", b"b"]
@@ -31,14 +31,14 @@ def test_a_wait_brings_the_job_itself(queue: OneQueue) -> None:
     assert worker.turn(done="ab", want=1) == ["c"]
 
 
-def test_a_wait_that_a_token_ends_brings_what_the_token_is_for(queue: OneQueue) -> None:
+def test_a_wait_ended_by_a_token_claims_the_job_behind_the_token(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a", priority=0)
     assert wait(worker).jobs[::2] == [b"a"]
     assert queue.state() == State(jobs={"a"}, active={"a": "w1"}, processing={"w1": ["a"]})
 
 
-def test_a_removed_worker_is_told_so_when_its_wait_ends(queue: OneQueue) -> None:
+def test_a_removed_worker_is_fenced_when_its_wait_ends(queue: OneQueue) -> None:
     worker = queue.worker()
     worker.turn()
     queue.recover(worker)
@@ -47,7 +47,7 @@ def test_a_removed_worker_is_told_so_when_its_wait_ends(queue: OneQueue) -> None
         worker.consumer.wait_for_turn(2, 1)
 
 
-def test_a_server_that_forgot_the_script_gets_it_with_the_next_turn(queue: OneQueue) -> None:
+def test_a_lost_script_is_loaded_again_with_the_next_turn(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a")
     queue.redis.function_flush()
@@ -67,7 +67,7 @@ def test_out_of_memory_a_wait_is_refused_unless_there_is_work(queue: OneQueue) -
         worker.consumer.wait_for_turn(worker.number + 1, 1)
 
 
-def test_more_than_it_wants_goes_back_in_order(queue: OneQueue) -> None:
+def test_jobs_beyond_the_wanted_number_go_back_in_order(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a", "b", "c")
     assert [worker.block(), worker.block()] == ["a", "b"]
@@ -75,7 +75,7 @@ def test_more_than_it_wants_goes_back_in_order(queue: OneQueue) -> None:
     assert queue.pending() == ["b", "c"]
 
 
-def test_what_was_moved_goes_back_behind_a_higher_priority(queue: OneQueue) -> None:
+def test_a_moved_job_goes_back_behind_a_higher_priority(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a")
     assert worker.block() == "a"
@@ -84,7 +84,7 @@ def test_what_was_moved_goes_back_behind_a_higher_priority(queue: OneQueue) -> N
     assert queue.pending()[0] == "a"
 
 
-def test_what_was_moved_goes_back_to_a_paused_queue(queue: OneQueue) -> None:
+def test_a_moved_job_goes_back_to_a_paused_queue(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a")
     assert worker.block() == "a"
@@ -93,7 +93,7 @@ def test_what_was_moved_goes_back_to_a_paused_queue(queue: OneQueue) -> None:
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
 
 
-def test_what_was_moved_goes_back_when_it_may_not_begin(queue: OneQueue) -> None:
+def test_a_moved_job_goes_back_when_it_may_not_start(queue: OneQueue) -> None:
     queue.create(max_active=1)
     worker, other = queue.worker(), queue.worker("w2")
     queue.enqueue("a", "b")
@@ -103,16 +103,16 @@ def test_what_was_moved_goes_back_when_it_may_not_begin(queue: OneQueue) -> None
     assert queue.pending() == ["b"]
 
 
-def test_a_job_that_was_removed_after_a_claim_whose_reply_was_lost_does_not_begin(queue: OneQueue) -> None:
+def test_a_job_removed_after_a_claim_with_a_lost_reply_does_not_start(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a")
-    assert worker.turn(want=1) == ["a"]  # the worker never sees this answer
+    assert worker.turn(want=1) == ["a"]  # this reply is lost
     queue.producer.remove("a")
     assert worker.turn(want=1) == []
     assert queue.state() == State(jobs=set())
 
 
-def test_a_moved_hint_of_a_job_that_another_worker_runs_takes_nothing_away(queue: OneQueue) -> None:
+def test_a_moved_hint_of_a_job_that_another_worker_runs_leaves_that_job_alone(queue: OneQueue) -> None:
     worker, other = queue.worker(), queue.worker("w2")
     queue.enqueue("a")
     assert other.turn(want=1) == ["a"]
@@ -123,7 +123,7 @@ def test_a_moved_hint_of_a_job_that_another_worker_runs_takes_nothing_away(queue
     assert not other.whole_turn(done="a").refused
 
 
-def test_an_id_in_the_list_of_a_retry_child_goes_back(queue: OneQueue) -> None:
+def test_an_id_in_the_list_of_a_retry_process_goes_back(queue: OneQueue) -> None:
     worker = queue.worker(lane="retry")
     queue.enqueue("a")
     queue.redis.lmove(queue.key("pending"), worker.processing)
@@ -131,7 +131,7 @@ def test_an_id_in_the_list_of_a_retry_child_goes_back(queue: OneQueue) -> None:
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
 
 
-def test_a_moved_hint_that_is_stale_is_used_up(queue: OneQueue) -> None:
+def test_a_stale_moved_hint_is_consumed(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a", "b")
     assert worker.block() == "a"
@@ -141,14 +141,14 @@ def test_a_moved_hint_that_is_stale_is_used_up(queue: OneQueue) -> None:
     assert worker.turn(done="b", want=1) == ["a"]
 
 
-def test_the_owners_of_running_jobs_are_found_without_a_search(queue: OneQueue) -> None:
+def test_the_owners_of_running_jobs_are_found_without_a_scan(queue: OneQueue) -> None:
     worker = queue.worker(NAME)
     queue.enqueue("a")
     assert worker.turn(want=1) == ["a"]
     assert queue.redis.object("encoding", queue.key("active")) == b"hashtable"
 
 
-def test_a_list_with_nothing_but_what_was_settled_does_not_hold_what_is_counted_on(queue: OneQueue) -> None:
+def test_a_list_with_only_settled_jobs_does_not_match_the_expected_length(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a", "b", "c")
     assert worker.turn(want=3) == ["a", "b", "c"]

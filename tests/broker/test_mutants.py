@@ -1,6 +1,6 @@
-"""Every guard of the Lua library is needed: without it some test fails.
+"""Every guard of the Lua library is needed: without it, some test fails.
 
-CI tries six of the mutants, others each day; `make mutants` tries all.
+CI tries six mutants, different ones each day; `make mutants` tries all.
 """
 
 import os
@@ -20,28 +20,28 @@ from tests.support.thorough import THOROUGH_VARIABLE, sample
 ROOT = Path(__file__).parent.parent.parent
 LUA = Path(scripts.__file__).parent / "lua"
 FILES = sorted(LUA.glob("*.lua"))
-assert len(FILES) > 10, f"no library in {LUA}"
+assert len(FILES) > 10, f"no Lua library in {LUA}"
 MUTANTS = all_mutants()
 SAMPLE = 6
 TESTS_FAILED = 1
 
 
-def todays() -> set[int]:
-    """Neighbours in the list are alike, so the six are spread over it."""
+def todays_numbers() -> set[int]:
+    """Neighbors in the list are similar, so the six are spread over it."""
     step = len(MUTANTS) // SAMPLE
     day = datetime.now(UTC).toordinal()
     return {(day + step * n) % len(MUTANTS) for n in range(SAMPLE)}
 
 
-def numbered() -> list[object]:
-    today = todays()
+def mutant_params() -> list[object]:
+    today = todays_numbers()
     return [
         pytest.param(number, id=str(mutant), marks=() if number in today else pytest.mark.slow)
         for number, mutant in enumerate(MUTANTS)
     ]
 
 
-@pytest.mark.parametrize("number", numbered())
+@pytest.mark.parametrize("number", mutant_params())
 def test_a_library_without_this_guard_fails_its_tests(number: int) -> None:
     file, _, name = MUTANTS[number].tests.partition(" ")
     chosen = [f"tests/broker/test_{file}.py", *(("-k", name) if name else ())]
@@ -57,7 +57,7 @@ def test_a_library_without_this_guard_fails_its_tests(number: int) -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-def test_every_file_has_mutants_each_of_which_changes_one_place(path: Path) -> None:
+def test_every_file_has_mutants_and_each_changes_the_source(path: Path) -> None:
     own = [mutant for mutant in MUTANTS if mutant.file == path.name]
     assert own
     source = path.read_text(encoding="utf-8")
@@ -70,7 +70,7 @@ def test_every_mutant_is_listed_once_and_with_its_file() -> None:
 
 
 def test_mutants_are_libraries_that_load(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a slip in the list would pass for a guard that some test watches."""
+    """A mutant that does not load would pass as a detected one."""
     link = Link(server.url)
     try:
         for mutant in sample(MUTANTS, one_in=4):

@@ -1,4 +1,4 @@
-"""The outbox: each line is in exactly one hand, until it is forgotten."""
+"""The outbox: each line is held by exactly one scribe until it is removed."""
 
 import select
 
@@ -30,7 +30,7 @@ def lines_of(queue: OneQueue, name: str = "outbox") -> list[bytes]:
     return list(queue.redis.lrange(queue.key(name), 0, -1))
 
 
-def test_collect_moves_lines_in_order_into_one_hand(queue: OneQueue) -> None:
+def test_collect_moves_lines_in_order_to_one_processor(queue: OneQueue) -> None:
     fill(queue, "1", "2", "3")
     assert outbox(queue, "p1").collect("q", 2) == [b"1", b"2"]
     assert outbox(queue, "p2").collect("q", 2) == [b"3"]
@@ -38,7 +38,7 @@ def test_collect_moves_lines_in_order_into_one_hand(queue: OneQueue) -> None:
     assert (lines_of(queue), lines_of(queue, "outbox:p1"), lines_of(queue, "outbox:p2")) == ([], [b"1", b"2"], [b"3"])
 
 
-def test_who_has_lines_in_hand_gets_those_again_and_no_others(queue: OneQueue) -> None:
+def test_collect_returns_held_lines_again_before_any_others(queue: OneQueue) -> None:
     fill(queue, "1", "2", "3")
     first = outbox(queue).collect("q", 2)
     assert outbox(queue).collect("q", 500) == first
@@ -63,7 +63,7 @@ def test_a_batch_ends_after_a_megabyte(queue: OneQueue) -> None:
     assert len(outbox(queue).collect("q")) == 2
 
 
-def test_waiting_names_the_queues_with_lines_in_the_outbox_or_in_hand(queue: OneQueue) -> None:
+def test_waiting_lists_queues_with_lines_in_the_outbox_or_held(queue: OneQueue) -> None:
     assert outbox(queue).waiting(["q", "other"]) == []
     assert outbox(queue).waiting([]) == []
     fill(queue, "1")
@@ -75,7 +75,7 @@ def test_waiting_names_the_queues_with_lines_in_the_outbox_or_in_hand(queue: One
     assert outbox(queue).waiting(["q"]) == []
 
 
-def test_eviction_puts_lines_in_hand_before_all_others_and_rings(queue: OneQueue) -> None:
+def test_eviction_returns_held_lines_to_the_front_and_notifies(queue: OneQueue) -> None:
     fill(queue, "1", "2", "3")
     outbox(queue, "p1").collect("q", 2)
     outbox_subscription = OutboxSubscription(queue.url, DEFAULT_PREFIX, "test")
@@ -104,7 +104,7 @@ def _now_ms(queue: OneQueue) -> float:
     return float(seconds * 1000 + micros / 1000)
 
 
-def test_lines_of_a_deleted_queue_are_purged_whoever_had_them(queue: OneQueue) -> None:
+def test_lines_of_a_deleted_queue_are_purged_even_if_held(queue: OneQueue) -> None:
     fill(queue, LINE.decode(), "broken", "3")
     lines = outbox(queue).collect("q", 2)
     queue.registry.delete("q", force=True)
@@ -127,7 +127,7 @@ def test_dead_jobs_of_a_deleted_queue_are_purged_with_their_fence(queue: OneQueu
     assert [(line["id"], line["fence"], line["data"], line["error"]) for line in logged] == [("a", 7, 1, {"name": "E"})]
 
 
-def test_a_line_is_read_into_what_the_failed_log_says() -> None:
+def test_a_line_is_parsed_into_a_failed_log_entry() -> None:
     assert read_line("q", LINE) == {
         "queue": "q",
         "id": "a",
@@ -146,14 +146,14 @@ def test_a_line_is_read_into_what_the_failed_log_says() -> None:
     assert read_line("q", b"\xff{")["line"] == "\ufffd{"
 
 
-def test_the_line_of_a_job_that_was_enqueued_within_a_trace_has_the_same() -> None:
+def test_the_line_of_a_traced_job_has_its_trace() -> None:
     traced = LINE.replace(b'{"x":[]}]', b'{"x":[]},{"traceparent":"00-1-2-01"}]')
     assert traced != LINE
     assert read_line("q", traced) == read_line("q", LINE)
 
 
 @pytest.mark.one_server
-def test_the_bell_names_the_queues_and_tells_when_the_server_has_gone(server: Server, queue: OneQueue) -> None:
+def test_the_subscription_names_the_queues_and_reports_a_lost_server(server: Server, queue: OneQueue) -> None:
     outbox_subscription = OutboxSubscription(queue.url, DEFAULT_PREFIX, "test")
     assert not outbox_subscription.connected
     outbox_subscription.connect()
@@ -179,7 +179,7 @@ def test_the_bell_names_the_queues_and_tells_when_the_server_has_gone(server: Se
         outbox_subscription.connect()
 
 
-def test_forgetting_other_lines_than_those_in_hand_changes_nothing(queue: OneQueue) -> None:
+def test_forgetting_lines_that_are_not_held_changes_nothing(queue: OneQueue) -> None:
     fill(queue, "1", "2")
     scribe = outbox(queue, "p1")
     taken = scribe.collect("q")

@@ -1,4 +1,4 @@
-"""The progress of running jobs: who may say it, who hears of it, and that it is gone with the attempt it belongs to."""
+"""Progress of running jobs: who may report it, who receives it, and its removal at the end of the attempt."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -28,12 +28,12 @@ def report(
     return report_progress(queue.link, DEFAULT_PREFIX, queue.name, worker.name, job_id, fence, fraction, text)
 
 
-def told(queue: OneQueue) -> set[str]:
+def stored_ids(queue: OneQueue) -> set[str]:
     return {job_id.decode() for job_id in queue.redis.hkeys(queue.key("progress"))}
 
 
 def running(queue: OneQueue, *ids: str) -> HandWorker:
-    """A worker that holds these, each of which has told its progress."""
+    """Returns a worker that holds these jobs and has reported progress of each."""
     queue.enqueue(*ids)
     worker = queue.worker()
     worker.turn(want=len(ids))
@@ -57,33 +57,33 @@ def test_the_progress_of_a_running_job_is_shown_with_its_time(queue: OneQueue) -
     assert queue.inspector.job("a")["progress"]["text"] == ""
 
 
-def test_why_says_how_far_a_running_job_is(queue: OneQueue) -> None:
+def test_why_shows_the_progress_of_a_running_job(queue: OneQueue) -> None:
     running(queue, "a")
     assert why(queue.link, DEFAULT_PREFIX, "q", "a")[1] == "it is running now (worker w1): 40% page 12 of 30"
 
 
-def test_only_the_worker_that_runs_a_job_now_can_tell_its_progress(queue: OneQueue) -> None:
+def test_only_the_worker_that_runs_a_job_can_report_its_progress(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     first, second = queue.worker("w1"), queue.worker("w2")
     first.turn(want=1)
     old_fence = int(first.fence)
     assert not report(queue, second, "a", fence=old_fence)
-    assert not report(queue, first, "b"), "it waits"
+    assert not report(queue, first, "b"), "the job is waiting"
     assert not report(queue, first, "nothing")
     first.turn(failed="a", kind="timeout")
     first.turn(want=2)
     assert not report(queue, first, "a", fence=old_fence), "that attempt is over"
-    assert told(queue) == set()
+    assert stored_ids(queue) == set()
     assert report(queue, first, "a")
 
 
-def test_a_running_job_that_was_removed_may_go_on_telling(queue: OneQueue) -> None:
+def test_a_removed_running_job_may_still_report_progress(queue: OneQueue) -> None:
     worker = running(queue, "a")
     queue.producer.remove("a")
     assert report(queue, worker, "a", 0.9)
 
 
-def test_an_unknown_queue_is_told(queue: OneQueue) -> None:
+def test_an_unknown_queue_is_an_error(queue: OneQueue) -> None:
     worker = running(queue, "a")
     queue.registry.delete("q", force=True)
     with pytest.raises(UnknownQueue):
@@ -118,7 +118,7 @@ def exhaust(queue: OneQueue, worker: HandWorker) -> None:
     assert queue.state().dead == ["a"]
 
 
-# What ends the attempt at the first of two jobs, and whether the second is still held afterwards.
+# How the attempt of the first of two jobs ends, and whether the second is still held afterwards.
 ENDS: dict[str, tuple[Callable[[OneQueue, HandWorker], object], bool]] = {
     "done": (lambda queue, worker: worker.turn(done="a", keep=1), True),
     "retried": (fail_with_retries_left, True),
@@ -141,13 +141,13 @@ def test_progress_is_gone_when_its_job_leaves_active(queue: OneQueue, end: str) 
     act, kept = ENDS[end]
     act(queue, worker)
     expected = {"a"} if end == "rescued" else {"b"} if kept else set()
-    assert told(queue) == expected
+    assert stored_ids(queue) == expected
     if end != "deleted":
-        assert told(queue) == set(queue.state().active)
+        assert stored_ids(queue) == set(queue.state().active)
 
 
 def test_progress_of_an_item_is_gone_when_it_is_released_or_goes_back(redis_url: str) -> None:
-    """Whoever was handed an item owns it as a worker owns a job."""
+    """The holder of a lease owns its item as a worker owns its job."""
     with one_queue(redis_url, mode="on_request", lease_ms=60_000) as queue:
         queue.enqueue("a", "b")
         leases = Leases(queue.link, DEFAULT_PREFIX, "q")
@@ -157,31 +157,31 @@ def test_progress_of_an_item_is_gone_when_it_is_released_or_goes_back(redis_url:
             assert report_progress(queue.link, DEFAULT_PREFIX, "q", awaiter, job_id, lease.fence, 0.5, "")
             if awaiter == "one":
                 leases.ack(awaiter, job_id, lease.fence)
-                assert told(queue) == set()
+                assert stored_ids(queue) == set()
         leases.leave("two")
-        assert (told(queue), queue.state().active) == (set(), {})
+        assert (stored_ids(queue), queue.state().active) == (set(), {})
 
 
-def test_a_hint_that_goes_back_leaves_the_progress_of_others_alone(queue: OneQueue) -> None:
+def test_a_returned_hint_leaves_the_progress_of_others_alone(queue: OneQueue) -> None:
     running(queue, "a")
     queue.enqueue("b")
     other = queue.worker("w2")
     assert other.block() == "b"
     assert other.turn() == []
-    assert (told(queue), queue.pending()) == ({"a"}, ["b"])
+    assert (stored_ids(queue), queue.pending()) == ({"a"}, ["b"])
 
 
-def test_what_changes_and_what_ends_is_published_and_nothing_else(queue: OneQueue) -> None:
+def test_only_changes_and_ends_are_published(queue: OneQueue) -> None:
     subscription = Subscription(queue.url, progress_channels(DEFAULT_PREFIX, 0), name="subscription")
     subscription.connect()
     heard: list[tuple[str, str]] = []
 
     def receive(number: int) -> list[str]:
-        def heard_enough() -> bool:
+        def received_enough() -> bool:
             heard.extend(subscription.receive())
             return len(heard) >= number
 
-        wait_until(heard_enough)
+        wait_until(received_enough)
         return [message for _, message in heard]
 
     queue.enqueue("a", "b", "c", "d")

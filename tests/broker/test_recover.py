@@ -1,4 +1,4 @@
-"""recover and rescue: a worker's place in its batch says what ran, what was running, and what was not started."""
+"""recover and rescue: a worker's position tells which jobs ran, which was running, and which were not started."""
 
 import pytest
 
@@ -16,7 +16,7 @@ def worker(queue: OneQueue) -> HandWorker:
 
 
 @pytest.mark.fault("worker killed mid-job")
-def test_recover_settles_what_ran_counts_what_was_running_and_returns_the_rest_in_order(
+def test_recover_settles_finished_jobs_counts_the_running_one_and_returns_the_rest_in_order(
     queue: OneQueue, worker: HandWorker
 ) -> None:
     assert queue.recover(worker, 1, running=True) == 4
@@ -38,7 +38,7 @@ def test_recover_counts_nothing_when_no_job_was_running(queue: OneQueue, worker:
 
 
 @pytest.mark.parametrize("off", [-1, 1])
-def test_recover_with_the_place_of_another_turn_returns_all_and_counts_nothing(
+def test_recover_with_the_position_of_another_turn_returns_all_and_counts_nothing(
     queue: OneQueue, worker: HandWorker, off: int
 ) -> None:
     queue.recover_at(worker, worker.number + off, 2, running=True)
@@ -56,7 +56,7 @@ def test_recover_again_changes_nothing(queue: OneQueue, worker: HandWorker) -> N
 
 
 @pytest.mark.fault("zombie")
-def test_a_turn_that_arrives_after_recover_is_fenced(queue: OneQueue, worker: HandWorker) -> None:
+def test_a_turn_after_recover_is_fenced(queue: OneQueue, worker: HandWorker) -> None:
     queue.recover(worker, 1, running=True)
     before = queue.state()
     with pytest.raises(Fenced):
@@ -64,7 +64,7 @@ def test_a_turn_that_arrives_after_recover_is_fenced(queue: OneQueue, worker: Ha
     assert queue.state() == before
 
 
-def test_each_stall_is_counted_and_the_data_stays(queue: OneQueue) -> None:
+def test_each_stall_is_counted_and_the_data_is_kept(queue: OneQueue) -> None:
     queue.enqueue("a")
     for number in range(1, 4):
         worker = queue.worker(f"w{number}")
@@ -87,7 +87,7 @@ def test_recovered_jobs_go_back_to_the_list_of_their_priority(queue: OneQueue) -
 
 @pytest.mark.fault("worker killed before it begins")
 @pytest.mark.spec("R15")
-def test_recover_returns_job_when_worker_died_before_begin(queue: OneQueue) -> None:
+def test_recover_returns_the_job_of_a_worker_that_died_before_it_started(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.block()
@@ -95,7 +95,7 @@ def test_recover_returns_job_when_worker_died_before_begin(queue: OneQueue) -> N
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a", "b"]})
 
 
-def test_a_job_moved_to_a_worker_that_is_gone_comes_back_by_the_next_recover_or_heartbeat(queue: OneQueue) -> None:
+def test_a_job_moved_to_a_removed_worker_is_returned_by_the_next_recover_or_heartbeat(queue: OneQueue) -> None:
     for drain in (lambda w: queue.recover_at(w, -1, 0), lambda w: queue.recovery("p1").heartbeat("q", 1000, [])):
         worker = queue.worker(f"w{len(queue.workers)}")
         queue.recover(worker)
@@ -106,14 +106,14 @@ def test_a_job_moved_to_a_worker_that_is_gone_comes_back_by_the_next_recover_or_
         queue.producer.cancel("a")
 
 
-def test_a_hint_between_what_ran_is_not_lost(queue: OneQueue, worker: HandWorker) -> None:
+def test_a_hint_between_finished_jobs_is_not_lost(queue: OneQueue, worker: HandWorker) -> None:
     queue.redis.linsert(worker.processing, "BEFORE", "a", "e")
     queue.redis.lrem(queue.key("pending"), 1, "e")
     queue.recover(worker, 2)
     assert queue.state() == State(jobs=set("ebcd"), waiting={5: list("ebcd")})
 
 
-def test_rescue_settles_what_ran_and_returns_what_was_not_started(queue: OneQueue, worker: HandWorker) -> None:
+def test_rescue_settles_finished_jobs_and_returns_unstarted_ones(queue: OneQueue, worker: HandWorker) -> None:
     assert queue.rescue(worker, 1) == 2
     assert queue.state() == State(
         jobs=set("bcde"), waiting={5: ["c", "d", "e"]}, active={"b": "w1"}, processing={"w1": ["b"]}
@@ -121,7 +121,7 @@ def test_rescue_settles_what_ran_and_returns_what_was_not_started(queue: OneQueu
     assert queue.inspector.counts().done == 1
 
 
-def test_a_rescued_worker_is_told_that_the_rest_is_gone(queue: OneQueue, worker: HandWorker) -> None:
+def test_a_rescued_worker_learns_that_the_rest_is_gone(queue: OneQueue, worker: HandWorker) -> None:
     queue.rescue(worker, 1)
     turn = worker.whole_turn(done="ab", keep=2)
     assert (turn.held, turn.refused) == (False, [b"a"])
@@ -137,7 +137,7 @@ def test_rescue_again_finds_nothing_to_do(queue: OneQueue, worker: HandWorker) -
 
 
 @pytest.mark.parametrize(("index", "running", "stalled"), [(1, True, 1), (2, False, None)])
-def test_a_crash_after_a_rescue_is_counted_by_the_place_in_the_whole_batch(
+def test_a_crash_after_a_rescue_is_counted_by_the_position_in_the_whole_batch(
     queue: OneQueue, worker: HandWorker, index: int, running: bool, stalled: int | None
 ) -> None:
     queue.rescue(worker, 1)
@@ -149,14 +149,14 @@ def test_a_crash_after_a_rescue_is_counted_by_the_place_in_the_whole_batch(
         assert [queue.stall_count(job_id) for job_id in "bcde"] == [1, 0, 0, 0]
 
 
-def test_a_place_from_before_the_rescue_counts_and_settles_nothing(queue: OneQueue, worker: HandWorker) -> None:
+def test_a_position_from_before_the_rescue_counts_and_settles_nothing(queue: OneQueue, worker: HandWorker) -> None:
     queue.rescue(worker, 2)
     queue.recover(worker, 0, running=True)
     assert queue.state() == State(jobs=set("cde"), waiting={5: list("cde")})
     assert queue.stall_count("c") == 0
 
 
-def test_rescue_leaves_a_worker_alone_that_has_moved_on(queue: OneQueue, worker: HandWorker) -> None:
+def test_rescue_leaves_a_worker_with_a_newer_turn_alone(queue: OneQueue, worker: HandWorker) -> None:
     worker.turn(done="a", keep=3)
     before = queue.state()
     worker.number -= 1
@@ -186,7 +186,7 @@ def test_settling_a_job_does_not_settle_its_own_stale_hint(queue: OneQueue) -> N
     assert queue.state() == State(jobs={"z"}, waiting={5: ["z"]})
 
 
-def test_a_removed_job_that_was_not_started_is_gone_after_a_rescue(queue: OneQueue, worker: HandWorker) -> None:
+def test_a_removed_unstarted_job_is_gone_after_a_rescue(queue: OneQueue, worker: HandWorker) -> None:
     queue.producer.remove("d")
     queue.rescue(worker, 0)
     assert queue.state() == State(
@@ -194,13 +194,13 @@ def test_a_removed_job_that_was_not_started_is_gone_after_a_rescue(queue: OneQue
     )
 
 
-def test_recover_and_rescue_of_a_queue_that_is_gone_do_nothing(queue: OneQueue, worker: HandWorker) -> None:
+def test_recover_and_rescue_of_a_deleted_queue_do_nothing(queue: OneQueue, worker: HandWorker) -> None:
     queue.registry.delete(queue.name, force=True)
     assert queue.recover(worker) == 0
     assert queue.rescue(worker, 0) == 0
 
 
-def test_a_job_that_was_killed_is_cancelled_and_what_is_blocked_behind_it_follows(queue: OneQueue) -> None:
+def test_a_killed_job_is_cancelled_and_the_job_blocked_behind_it_follows(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=2)
@@ -211,7 +211,7 @@ def test_a_job_that_was_killed_is_cancelled_and_what_is_blocked_behind_it_follow
     assert queue.inspector.job("a")["attempts"] == []
 
 
-def test_a_place_of_another_turn_does_not_count_even_the_only_job(queue: OneQueue) -> None:
+def test_a_position_of_another_turn_does_not_count_even_a_single_job(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)

@@ -1,4 +1,4 @@
-"""redis-py as the client: what forq depends on, and where its connections do otherwise than redis-py's own."""
+"""redis-py as the client: behavior that forq depends on, and where forq's connections differ from redis-py's."""
 
 import errno
 import importlib.metadata
@@ -33,7 +33,7 @@ def connected(url: str, timeout_seconds: float = 5) -> Connection:
 
 @contextmanager
 def answering(directory: Path, *answers: bytes) -> Iterator[str]:
-    """A server that gives these answers to what each connection sends, one for one. Yields its URL."""
+    """A fake server that sends these replies, one per request of each connection. Yields its URL."""
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(str(directory / "fake.sock"))
     listener.listen()
@@ -67,7 +67,7 @@ def connections(server: Server) -> int:
         return int(client.info("stats")["total_connections_received"])
 
 
-def test_what_was_closed_is_not_opened_again_by_a_send(server: Server) -> None:
+def test_a_send_does_not_reopen_a_closed_connection(server: Server) -> None:
     connection = connected(server.url)
     connection.close()
     before = connections(server)
@@ -75,16 +75,16 @@ def test_what_was_closed_is_not_opened_again_by_a_send(server: Server) -> None:
         connection.send(("SET", "sent", "twice"))
     with server.connect() as client:
         assert client.get("sent") is None
-    # This and the two looks at the server are all.
+    # Only this connection and the two that count are open.
     assert connections(server) == before + 2
-    # redis-py's own send connects again.
+    # redis-py's own send reconnects.
     connection._redis.send_command("PING")
     assert connection._redis.read_response() == b"PONG"
     connection.close()
 
 
 @pytest.mark.parametrize("code", ["LOADING", "READONLY", "NOPERM", "OOM", "ASK", "CLUSTERDOWN", "WRONGTYPE"])
-def test_a_refusal_is_returned_with_its_code_and_ends_nothing(code: str, tmp_path: Path) -> None:
+def test_an_error_reply_keeps_its_code_and_the_connection_open(code: str, tmp_path: Path) -> None:
     with answering(tmp_path, b"+OK\r\n", b"-%s said the server\r\n" % code.encode(), b"+PONG\r\n") as url:
         connection = connected(url)
         connection.send(("GET", "a"))
@@ -94,7 +94,7 @@ def test_a_refusal_is_returned_with_its_code_and_ends_nothing(code: str, tmp_pat
         connection.close()
 
 
-def test_redis_py_itself_takes_codes_off_and_ends_a_connection_for_one() -> None:
+def test_redis_py_itself_strips_error_codes_and_closes_the_connection_for_one() -> None:
     parser: Any = redis.connection.DefaultParser
     loading = parser.parse_error("LOADING said the server")
     assert isinstance(loading, redis.ConnectionError)
@@ -102,7 +102,7 @@ def test_redis_py_itself_takes_codes_off_and_ends_a_connection_for_one() -> None
     assert str(parser.parse_error("OOM said the server")) == "said the server"
 
 
-def test_a_server_that_loads_its_data_was_not_asked_anything(tmp_path: Path) -> None:
+def test_a_loading_server_counts_as_unreachable(tmp_path: Path) -> None:
     with (
         answering(tmp_path, b"+OK\r\n", b"-LOADING Redis is loading the dataset in memory\r\n") as url,
         pytest.raises(RedisUnavailable, match="cannot serve requests now: LOADING") as caught,
@@ -111,7 +111,7 @@ def test_a_server_that_loads_its_data_was_not_asked_anything(tmp_path: Path) -> 
     assert not isinstance(caught.value, OutcomeUnknown)
 
 
-def test_refusals_within_an_answer_keep_their_codes_too(server: Server) -> None:
+def test_nested_error_replies_keep_their_codes(server: Server) -> None:
     connection = connected(server.url)
     connection.send_many([("MULTI",), ("SET", "text", "1"), ("LPUSH", "text", "2"), ("EXEC",)])
     *_, answers = [connection.receive() for _ in range(4)]
@@ -120,7 +120,7 @@ def test_refusals_within_an_answer_keep_their_codes_too(server: Server) -> None:
     connection.close()
 
 
-def test_a_time_limit_that_the_kernel_keeps_is_told_as_one(server: Server) -> None:
+def test_a_kernel_socket_timeout_is_reported_as_a_timeout(server: Server) -> None:
     connection = connected(server.url, timeout_seconds=0.1)
     assert connection.socket.gettimeout() is None
     connection.send(("BLPOP", "nothing", 1))
@@ -129,14 +129,14 @@ def test_a_time_limit_that_the_kernel_keeps_is_told_as_one(server: Server) -> No
     connection.close()
 
 
-def test_a_server_that_says_nothing_at_all_is_no_server(tmp_path: Path) -> None:
+def test_a_server_that_never_replies_counts_as_unreachable(tmp_path: Path) -> None:
     with answering(tmp_path) as url, pytest.raises(TimeoutError, match="timed out"):
         connected(url, timeout_seconds=0.1)
 
 
-def test_resp2_is_spoken_and_nothing_is_said_but_the_name(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_new_connection_uses_resp2_and_sends_only_its_name(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     def read_metadata(name: str) -> NoReturn:
-        raise AssertionError("the metadata of packages is read for each connection")
+        raise AssertionError("package metadata is read for each connection")
 
     with server.connect() as client:
         client.config_resetstat()
@@ -154,15 +154,15 @@ def test_resp2_is_spoken_and_nothing_is_said_but_the_name(server: Server, monkey
 
 
 @pytest.mark.parametrize("option", ["socket_timeout=1", "retry_on_timeout=1", "protocol=3", "decode_responses=1", "x="])
-def test_an_option_that_is_not_for_users_is_refused_with_those_that_are(option: str) -> None:
+def test_an_unsupported_url_option_is_refused_with_the_allowed_ones(option: str) -> None:
     name = option.partition("=")[0]
     with pytest.raises(UsageError, match=f"option '{name}' is unknown; allowed options: db, username, password; "):
         Client(f"redis://127.0.0.1?{option}").queues()
-    # redis-py passes it on to whatever it makes.
+    # redis-py passes it on as a keyword.
     assert name in parse_url(f"redis://127.0.0.1?{option}1")
 
 
-def test_what_is_only_for_tls_is_refused_without_it() -> None:
+def test_tls_options_are_refused_without_tls() -> None:
     with pytest.raises(UsageError, match=r"option 'ssl_ca_certs' needs TLS \(rediss://...\)"):
         Client("redis://127.0.0.1?ssl_ca_certs=/ca").queues()
     with pytest.raises(UsageError, match="ssl_cert_reqs = 'CERT_NONE'; allowed: none, optional, required"):
@@ -171,7 +171,7 @@ def test_what_is_only_for_tls_is_refused_without_it() -> None:
         Client("rediss://127.0.0.1?ssl_min_version=new").queues()
 
 
-def test_a_database_that_is_no_number_is_not_database_0() -> None:
+def test_a_database_that_is_not_a_number_is_refused() -> None:
     assert "db" not in parse_url("redis://127.0.0.1/abc")
     with pytest.raises(UsageError, match="database 'abc' is not a number"):
         Client("redis://127.0.0.1/abc").queues()
@@ -191,7 +191,7 @@ def test_a_database_that_is_no_number_is_not_database_0() -> None:
         ("unix://user:secret@/run/re%20dis.sock?db=1", {"path": "/run/re dis.sock", "db": 1, "username": "user"}),
     ],
 )
-def test_redis_py_reads_what_else_a_url_says(url: str, read: dict[str, Any]) -> None:
+def test_redis_py_parses_the_other_parts_of_a_url(url: str, read: dict[str, Any]) -> None:
     kind, options = _options(url)
     assert {name: options.get(name) for name in read} == read
     assert (options["protocol"], options["decode_responses"], options["health_check_interval"]) == (2, False, 0)
@@ -199,7 +199,7 @@ def test_redis_py_reads_what_else_a_url_says(url: str, read: dict[str, Any]) -> 
 
 
 class DeadPeer:
-    """A socket whose other machine is gone: keepalive says so."""
+    """A socket whose peer is gone, as reported by keepalive."""
 
     def recv(self, *_: object) -> NoReturn:
         raise TimeoutError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
@@ -207,7 +207,7 @@ class DeadPeer:
     recv_into = recv
 
 
-def test_a_listener_does_not_take_a_dead_server_for_a_silent_one(server: Server) -> None:
+def test_a_subscription_distinguishes_a_dead_server_from_a_silent_one(server: Server) -> None:
     with Proxy(server.socket) as proxy:
         subscription = Subscription(proxy.url, "some:*", name="test")
         subscription.connect()
@@ -221,7 +221,7 @@ def test_a_listener_does_not_take_a_dead_server_for_a_silent_one(server: Server)
         assert not subscription.connected
 
 
-def test_a_message_that_comes_in_pieces_is_heard_once_it_is_whole(tmp_path: Path) -> None:
+def test_a_message_in_pieces_is_received_once_it_is_complete(tmp_path: Path) -> None:
     ours, theirs = socket.socketpair()
     subscription = Subscription("unix:///none", "c", name="test", exact=True)
     with answering(tmp_path, b"+OK\r\n") as url:
@@ -238,10 +238,8 @@ def test_a_message_that_comes_in_pieces_is_heard_once_it_is_whole(tmp_path: Path
     theirs.close()
 
 
-def test_each_read_of_a_long_answer_may_take_the_whole_time_limit(
-    server: Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A service that reads from a slow network is not taken for one that hangs."""
+def test_each_read_of_a_long_reply_may_take_the_full_timeout(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A service that reads from a slow network must not look like a hanging one."""
     connection = connected(server.url)
     if not hasattr(connection._redis._parser, "_reader"):
         pytest.skip("redis-py's own parser gives the whole answer one time limit")
@@ -258,7 +256,7 @@ def test_each_read_of_a_long_answer_may_take_the_whole_time_limit(
     monkeypatch.setattr(liveness, "watched", True)
     monkeypatch.setattr(liveness, "expect_busy", expect_busy)
     assert connection.receive() == b"abcd"
-    # For the answer, for its first part, and for the second.
+    # For the reply, for its first part, and for the second.
     assert said == [5, 5, 5]
     connection.close()
     ours.close()
@@ -305,7 +303,7 @@ def test_a_client_works_without_hiredis(server: Server) -> None:
     assert done.stdout == "works\n", done.stderr
 
 
-def test_redis_py_is_imported_by_the_first_connection(server: Server) -> None:
+def test_redis_py_is_imported_only_by_the_first_connection(server: Server) -> None:
     program = (
         "import sys; from forq import Client; client = Client(sys.argv[1]); queue = client.queue('q'); "
         "assert 'redis' not in sys.modules; client.queues(); assert 'redis' in sys.modules"
@@ -313,7 +311,7 @@ def test_redis_py_is_imported_by_the_first_connection(server: Server) -> None:
     assert subprocess.run([sys.executable, "-c", program, server.url], timeout=60).returncode == 0
 
 
-def test_sentinels_are_asked_once_each_and_for_a_second() -> None:
+def test_each_sentinel_is_queried_once_with_a_one_second_timeout() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         began = time.monotonic()
         with pytest.raises(RedisUnavailable, match=r"no sentinel found a working master 'main' \([^ ]+: timed out\)$"):
