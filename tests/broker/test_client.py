@@ -154,7 +154,7 @@ def test_bulk_retry_returns_retried_jobs_and_the_reason_for_each_refused_one(que
     assert sorted(job["id"] for job in q.jobs("waiting").jobs) == ["a", "b", "c"]
     again = q.retry_dead(iter([died["b"], "a"]))
     assert (again.done, refused(again)) == (0, {died["b"]: UnknownJob, "a": UnknownJob})
-    assert q.retry_dead("d") == died["d"], "a single id returns the full name"
+    assert q.retry_dead("d") == died["d"], "a single id returns id@fence"
 
 
 def test_an_id_with_several_deaths_means_the_newest(queue: OneQueue, q: Queue) -> None:

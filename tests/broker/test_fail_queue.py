@@ -95,17 +95,17 @@ def test_without_a_fail_handler_there_is_no_fail_job(queue: OneQueue) -> None:
 
 def test_the_outbox_line_has_what_recovery_needs(queue: OneQueue) -> None:
     worker = queue.worker()
-    heard = queue.redis.pubsub()
-    heard.psubscribe("*:outbox")
-    heard.get_message(timeout=1)
+    subscriber = queue.redis.pubsub()
+    subscriber.psubscribe("*:outbox")
+    subscriber.get_message(timeout=1)
     queue.enqueue("a", priority=3)
     worker.turn(want=1)
     fail(worker, "a")
     [line] = map(json.loads, queue.redis.lrange(queue.key("outbox"), 0, -1))
     assert (line["id"], line["fence"], line["priority"], line["counts"]) == ("a", int(worker.fence), 3, [0, 0, 0])
     assert (line["body"], line["error"]) == ([None, None, {"n": "a"}], json.loads(ERROR))
-    assert heard.get_message(timeout=1)["data"] == b"q"
-    heard.close()
+    assert subscriber.get_message(timeout=1)["data"] == b"q"
+    subscriber.close()
 
 
 @pytest.mark.spec("N16", "N17")
@@ -208,8 +208,8 @@ def paused_and_events(queue: OneQueue) -> tuple[bytes, list[str]]:
     """Returns whether the fail queue is paused, and the verbs in its journal."""
     base = queue_base(DEFAULT_PREFIX, fail_queue(queue.name))
     entries = [fields for _, fields in queue.redis.xrange(f"{base}:events")]
-    told = [event.verb for fields in entries for event in read_entry(fields, queue.name)]
-    return queue.redis.hget(f"{base}:options", "paused"), told
+    verbs = [event.verb for fields in entries for event in read_entry(fields, queue.name)]
+    return queue.redis.hget(f"{base}:options", "paused"), verbs
 
 
 def test_the_fail_queue_of_a_paused_queue_is_created_paused(queue: OneQueue) -> None:

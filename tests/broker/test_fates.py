@@ -103,7 +103,7 @@ def test_timeouts_are_counted_separately(redis_url: str) -> None:
         assert queue.state().jobs == set(), "the next claim has moved it to dead"
 
 
-def test_a_removed_or_lost_job_is_reported_as_such(redis_url: str) -> None:
+def test_a_failure_of_a_removed_or_returned_job_is_reported_as_such(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS) as queue:
         queue.enqueue("a", "b")
         worker = queue.worker()
@@ -196,9 +196,9 @@ LOST = [("a", Fate("returned", 0, 1, 2)), ("b", Fate("returned", 0, 1, 2))]
 def test_an_eviction_reports_the_fate_of_each_running_job(redis_url: str) -> None:
     with one_queue(redis_url, **OPTIONS | {"max_stalls": 1}) as queue:
         lost_supervisor(queue)
-        told: list[tuple[str, Fate]] = []
-        queue.recovery().evict(queue.name, "p2", "supervisor_lost", lambda job, fate: told.append((job, fate)))
-        assert sorted(told) == LOST
+        lost: list[tuple[str, Fate]] = []
+        queue.recovery().evict(queue.name, "p2", "supervisor_lost", lambda job, fate: lost.append((job, fate)))
+        assert sorted(lost) == LOST
 
 
 def test_a_heartbeat_that_evicts_reports_the_same_fates_once(redis_url: str) -> None:

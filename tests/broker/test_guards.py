@@ -146,14 +146,14 @@ def test_only_a_new_earliest_scheduled_time_is_published(queue: OneQueue) -> Non
     for job_id, run_at in (("a", LATER), ("b", LATER + 1), ("c", FUTURE)):
         queue.producer.enqueue([new_job(1, id=job_id, run_at=run_at)])
     queue.redis.publish(queue.channel("due"), "end")
-    told: list[bytes] = []
-    while not told or told[-1] != b"end":
+    published: list[bytes] = []
+    while not published or published[-1] != b"end":
         message = listener.get_message(timeout=5)
         assert message is not None, "nothing more is published"
-        told.append(message["data"])
+        published.append(message["data"])
     listener.close()
     now = queue.redis.time()[0]
-    assert [int(ms) / 1000 for ms in told[:-1]] == [
+    assert [int(ms) / 1000 for ms in published[:-1]] == [
         pytest.approx(LATER - now, abs=60),
         pytest.approx(FUTURE - now, abs=60),
     ]

@@ -176,16 +176,16 @@ def test_paging_without_a_state_shows_active_then_waiting(queue: OneQueue) -> No
 
 def test_a_page_reads_only_lists_that_are_not_empty(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     queue.enqueue("a", "b")
-    asked: list[str] = []
+    commands: list[str] = []
     call = queue.link.call
 
     def counted(*args: Any) -> Any:
-        asked.append(args[0])
+        commands.append(args[0])
         return call(*args)
 
     monkeypatch.setattr(queue.link, "call", counted)
     assert ids(queue) == ["a", "b"]
-    assert asked == ["HSCAN", "LRANGE", "HMGET", "ZRANGE"]
+    assert commands == ["HSCAN", "LRANGE", "HMGET", "ZRANGE"]
 
 
 def test_paging_through_the_dead(queue: OneQueue) -> None:

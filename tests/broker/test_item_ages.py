@@ -172,15 +172,15 @@ def test_jobs_of_a_queue_with_a_handler_do_not_expire(redis_url: str) -> None:
 
 
 def test_the_scribe_is_notified_once_per_call_that_buries(on_request: ReleaseQueue) -> None:
-    heard = on_request.redis.pubsub(ignore_subscribe_messages=True)
-    heard.subscribe(on_request.channel("outbox"))
-    heard.get_message(timeout=1)
+    subscriber = on_request.redis.pubsub(ignore_subscribe_messages=True)
+    subscriber.subscribe(on_request.channel("outbox"))
+    subscriber.get_message(timeout=1)
     on_request.enqueue("a", "b")
     on_request.make_due("expiries", "a", "b")
     on_request.promote()
-    assert heard.get_message(timeout=5) is not None
-    assert heard.get_message(timeout=0.05) is None
-    heard.close()
+    assert subscriber.get_message(timeout=5) is not None
+    assert subscriber.get_message(timeout=0.05) is None
+    subscriber.close()
     assert on_request.redis.llen(on_request.key("outbox")) == 2
 
 

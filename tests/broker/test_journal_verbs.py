@@ -155,8 +155,8 @@ def test_a_failure_is_journaled_with_the_name_of_its_exception_as_one_word(
         worker.turn(want=1)
         raised = describe_failure(type(name, (Exception,), {})('{"name":"Other"}'))
         worker.turn(failed="a", error=raised.error.decode())
-        told = next(event for event in events_about(queue, "a") if event.verb in ("retried", "dead"))
-        assert (told.verb, told.cause, told.micros) == (end.partition(" ")[0], cause, 7)
+        event = next(event for event in events_about(queue, "a") if event.verb in ("retried", "dead"))
+        assert (event.verb, event.cause, event.micros) == (end.partition(" ")[0], cause, 7)
         replayed(queue)
 
 
@@ -178,8 +178,8 @@ def test_a_failure_with_a_foreign_description_can_be_read(redis_url: str, error:
         queue.enqueue("a")
         worker.turn(want=1)
         worker.turn(failed="a", error=error)
-        told = next(event for event in events_about(queue, "a") if event.verb in ("retried", "dead"))
-        assert (told.verb, told.cause) == (end, cause)
+        event = next(event for event in events_about(queue, "a") if event.verb in ("retried", "dead"))
+        assert (event.verb, event.cause) == (end, cause)
 
 
 @pytest.mark.parametrize(("kind", "cause"), [("stall", "StallError"), ("timeout", "TimeoutError")])
@@ -247,8 +247,8 @@ def test_dead_journals_whether_a_fail_job_follows(queue: OneQueue, fail_handler:
     births = replayed(queue).births
     assert births == ({f"a:{worker.fence}"} if fail_handler else set())
     queue.claim_fail_job("r1")
-    told = queue.redis.xrange(queue.key("fail:events"))
-    assert set(Replay(births).read_all(fields for _, fields in told).active) == births
+    entries = queue.redis.xrange(queue.key("fail:events"))
+    assert set(Replay(births).read_all(fields for _, fields in entries).active) == births
 
 
 def test_a_scheduled_job_without_a_record_is_dropped_when_due(queue: OneQueue) -> None:
@@ -343,8 +343,8 @@ def test_the_replay_refuses_impossible_events(text: str) -> None:
     """`r` is ready, `a` is active under fence 5."""
     entries = ["created 0 7", "enqueued 0 r a", "claimed 5 1 a"]
     replay = Replay()
-    for said in entries:
-        replay.read(replay.next_entry(7, said))
+    for entry in entries:
+        replay.read(replay.next_entry(7, entry))
     with pytest.raises(ImpossibleEvent):
         replay.read(replay.next_entry(7, text))
 
@@ -363,8 +363,8 @@ def test_the_replay_refuses_impossible_events(text: str) -> None:
 def test_the_replay_accepts_events_of_leases(text: str, left: set[str]) -> None:
     """`r` is ready, `a` is active under fence 5."""
     replay = Replay()
-    for said in ["created 0 7", "enqueued 0 r a", "claimed 5 1 a", text]:
-        replay.read(replay.next_entry(7, said))
+    for entry in ["created 0 7", "enqueued 0 r a", "claimed 5 1 a", text]:
+        replay.read(replay.next_entry(7, entry))
     assert {*replay.ready, *replay.active} == left
     assert replay.marked == replay.blocked == set()
     assert replay.archived == ({"r@6"} if "dead" in text else set())

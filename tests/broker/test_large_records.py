@@ -176,7 +176,7 @@ def test_a_heartbeat_resets_the_noted_size_of_an_empty_queue(queue: OneQueue) ->
     assert queue.hash("options")["version"] == version
 
 
-def test_claiming_from_an_empty_queue_still_works(queue: OneQueue) -> None:
+def test_small_jobs_are_claimed_in_one_call_again_after_the_queue_was_empty(queue: OneQueue) -> None:
     enqueue(queue, {"a": 5 * MB})
     worker = queue.worker()
     claim_all(worker)
@@ -187,7 +187,7 @@ def test_claiming_from_an_empty_queue_still_works(queue: OneQueue) -> None:
     assert calls(queue, "lpop") <= 2
 
 
-def test_the_size_of_a_scheduled_tick_is_noted(queue: OneQueue) -> None:
+def test_the_size_of_a_job_from_a_schedule_is_noted(queue: OneQueue) -> None:
     Client(queue.url).queue(queue.name).schedule("s", data="x" * 20_000, every=3600)
     Schedules(queue.link, DEFAULT_PREFIX, queue.name).trigger("s")
     assert largest(queue) == 4 * SMALL

@@ -46,17 +46,17 @@ def test_a_worker_that_takes_the_tokens_publishes_when_the_next_may_start(queue:
     assert (wakes(queue, first), wakes(queue, second)) == (1, 0)
     with subscription(queue) as pulse:
         assert first.turn(want=1) == ["b"]
-        (told,) = pulse.delays()
-    assert HOUR_MS - 10_000 < told <= HOUR_MS
+        (delay_ms,) = pulse.delays()
+    assert HOUR_MS - 10_000 < delay_ms <= HOUR_MS
 
 
-@pytest.mark.parametrize("why", ["nothing was taken", "nobody is limited", "there are more"])
+@pytest.mark.parametrize("why", ["nothing was taken", "no worker is limited", "there are more"])
 def test_pulse_is_notified_only_if_a_worker_waits_for_tokens(queue: OneQueue, why: str) -> None:
     set_rate(queue, 1, HOUR_MS, burst=1)
     first, second = two_limited(queue)
     if why != "nothing was taken":
         fill_bucket(queue)
-    if why == "nobody is limited":
+    if why == "no worker is limited":
         second.turn(want=0)
         first.turn(want=0)
     elif why == "there are more":
@@ -220,7 +220,7 @@ def test_no_place_is_reserved_for_a_helper_process_that_ends_without_a_suspect(q
     assert alone.turn(want=1) == ["a"], "a free place is enough for it"
 
 
-def test_the_retry_process_is_woken_once_per_free_place(queue: OneQueue) -> None:
+def test_the_retry_process_is_not_woken_again_while_a_token_is_reserved_for_it(queue: OneQueue) -> None:
     set_rate(queue, 1, HOUR_MS, burst=4)
     retry = queue.worker("r1", lane="retry")
     two_suspects(queue, retry)

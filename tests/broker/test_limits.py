@@ -171,9 +171,9 @@ def test_promote_learns_when_enough_tokens_are_available(queue: OneQueue) -> Non
     subscription.get_message(timeout=1)
     assert len(worker.turn(want=20)) == 10
     assert worker.whole_turn(want=20).limited
-    told = subscription.get_message(timeout=1)
+    message = subscription.get_message(timeout=1)
     subscription.close()
-    assert 1 <= int(told["data"]) <= 20, "two tokens come in 20 ms"
+    assert 1 <= int(message["data"]) <= 20, "two tokens refill in 20 ms"
     assert 1 <= (queue.recovery().promote(queue.name) or 0) <= 20
     assert 1 <= (queue.recovery().heartbeat(queue.name, 15_000, []).due_ms or 0) <= 20
     time.sleep(0.03)

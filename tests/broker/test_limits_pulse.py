@@ -116,9 +116,9 @@ def test_pulse_learns_when_external_workers_may_start(redis_url: str, waits: str
             queue.fail("a")
         with subscription(queue) as pulse:
             queue.promote()
-            heard = pulse.delays()
-        assert bool(heard) == (waits != "nothing")
-        assert all(is_about_an_hour(ms) for ms in heard)
+            delays = pulse.delays()
+        assert bool(delays) == (waits != "nothing")
+        assert all(is_about_an_hour(ms) for ms in delays)
 
 
 def test_promote_comes_back_for_external_workers(redis_url: str) -> None:

@@ -427,7 +427,7 @@ class QueueMachine(RuleBasedStateMachine):
         worker, text = self.workers[which], f"step {next(self.numbers)}"
         job = self.model.jobs.get(job_id)
         owns = job is not None and bool(worker.fence) and job.owner == f"{worker.name}:{worker.fence}"
-        told = (
+        report = (
             self.queue.link,
             DEFAULT_PREFIX,
             self.queue.name,
@@ -438,7 +438,7 @@ class QueueMachine(RuleBasedStateMachine):
             text,
         )
         for _ in range(1 + again):
-            assert report_progress(*told) == owns
+            assert report_progress(*report) == owns
         if job is not None and owns:
             job.progress = text
 
@@ -535,14 +535,14 @@ def test_no_interleaving_does_so_while_stale_hints_are_swept(server: Server) -> 
 
 
 def explore(machine_type: type[QueueMachine], server: Server) -> None:
-    asked = os.environ.get("FORQ_MODEL_EXAMPLES")
+    requested = os.environ.get("FORQ_MODEL_EXAMPLES")
     machine = type("Machine", (machine_type,), {"server": server})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(asked or examples(30, 120)),
+            max_examples=int(requested or examples(30, 120)),
             stateful_step_count=50,
-            derandomize=asked is None,
+            derandomize=requested is None,
             deadline=None,
             database=None,
             # For a mutant it only matters whether it is detected.

@@ -148,7 +148,7 @@ def test_the_owners_of_running_jobs_are_found_without_a_scan(queue: OneQueue) ->
     assert queue.redis.object("encoding", queue.key("active")) == b"hashtable"
 
 
-def test_a_list_with_only_settled_jobs_does_not_match_the_expected_length(queue: OneQueue) -> None:
+def test_a_list_with_only_settled_jobs_does_not_count_as_holding_kept_jobs(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a", "b", "c")
     assert worker.turn(want=3) == ["a", "b", "c"]

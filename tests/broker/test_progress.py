@@ -174,15 +174,15 @@ def test_a_returned_hint_leaves_the_progress_of_others_alone(queue: OneQueue) ->
 def test_only_changes_and_ends_are_published(queue: OneQueue) -> None:
     subscription = Subscription(queue.url, progress_channels(DEFAULT_PREFIX, 0), name="subscription")
     subscription.connect()
-    heard: list[tuple[str, str]] = []
+    received: list[tuple[str, str]] = []
 
     def receive(number: int) -> list[str]:
         def received_enough() -> bool:
-            heard.extend(subscription.receive())
-            return len(heard) >= number
+            received.extend(subscription.receive())
+            return len(received) >= number
 
         wait_until(received_enough)
-        return [message for _, message in heard]
+        return [message for _, message in received]
 
     queue.enqueue("a", "b", "c", "d")
     worker = queue.worker()
@@ -190,7 +190,7 @@ def test_only_changes_and_ends_are_published(queue: OneQueue) -> None:
     worker.turn(done="ab", want=2)
     report(queue, worker, "c")
     assert receive(1) == ["c"]
-    assert heard[0][0] == queue.channel("progress")
+    assert received[0][0] == queue.channel("progress")
     worker.turn(done="cd")
     assert receive(2) == ["c", "c d"]
     queue.enqueue("e")

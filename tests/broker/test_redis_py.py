@@ -102,7 +102,7 @@ def test_redis_py_itself_strips_error_codes_and_closes_the_connection_for_one() 
     assert str(parser.parse_error("OOM said the server")) == "said the server"
 
 
-def test_a_loading_server_counts_as_unreachable(tmp_path: Path) -> None:
+def test_a_loading_server_is_unavailable_and_has_not_run_the_call(tmp_path: Path) -> None:
     with (
         answering(tmp_path, b"+OK\r\n", b"-LOADING Redis is loading the dataset in memory\r\n") as url,
         pytest.raises(RedisUnavailable, match="cannot serve requests now: LOADING") as caught,
@@ -129,7 +129,7 @@ def test_a_kernel_socket_timeout_is_reported_as_a_timeout(server: Server) -> Non
     connection.close()
 
 
-def test_a_server_that_never_replies_counts_as_unreachable(tmp_path: Path) -> None:
+def test_connecting_to_a_server_that_never_replies_times_out(tmp_path: Path) -> None:
     with answering(tmp_path) as url, pytest.raises(TimeoutError, match="timed out"):
         connected(url, timeout_seconds=0.1)
 
@@ -144,8 +144,8 @@ def test_a_new_connection_uses_resp2_and_sends_only_its_name(server: Server, mon
         patched.setattr(importlib.metadata, "version", read_metadata)
         connection = connected(f"{server.url}?db=2")
     connection.send(("CLIENT", "INFO"))
-    said = dict(field.split("=", 1) for field in connection.receive().decode().split())
-    assert (said["name"], said["db"], said["resp"], said.get("lib-name", "")) == ("test", "2", "2", "")
+    sent = dict(field.split("=", 1) for field in connection.receive().decode().split())
+    assert (sent["name"], sent["db"], sent["resp"], sent.get("lib-name", "")) == ("test", "2", "2", "")
     connection.close()
     with server.connect() as client:
         stats = client.info("commandstats")
@@ -246,18 +246,18 @@ def test_each_read_of_a_long_reply_may_take_the_full_timeout(server: Server, mon
     ours, theirs = socket.socketpair()
     connection._redis._parser._sock = ours
     theirs.sendall(b"$4\r\nab")
-    said: list[float] = []
+    busy_seconds: list[float] = []
 
     def expect_busy(seconds: float) -> None:
-        said.append(seconds)
-        if len(said) == 3:
+        busy_seconds.append(seconds)
+        if len(busy_seconds) == 3:
             theirs.sendall(b"cd\r\n")
 
     monkeypatch.setattr(liveness, "watched", True)
     monkeypatch.setattr(liveness, "expect_busy", expect_busy)
     assert connection.receive() == b"abcd"
     # For the reply, for its first part, and for the second.
-    assert said == [5, 5, 5]
+    assert busy_seconds == [5, 5, 5]
     connection.close()
     ours.close()
     theirs.close()

@@ -1,4 +1,4 @@
-"""create, delete, purge, pause: which queues exist."""
+"""The registry: create, delete, purge and pause queues."""
 
 from typing import Any
 
@@ -24,11 +24,11 @@ from forq.settings import stored_defaults
 from tests.support.drive.one_queue import OneQueue, State, one_queue
 
 
-def make(registry: Registry, name: str, mode: str = "work", max_queues: int = 3) -> bool:
+def create(registry: Registry, name: str, mode: str = "work", max_queues: int = 3) -> bool:
     return registry.create(name, mode, max_queues, stored_defaults(), {})
 
 
-def gate(registry: Registry, name: str = "gate", mode: str = "auto_release", **options: int) -> bool:
+def create_gate(registry: Registry, name: str = "gate", mode: str = "auto_release", **options: int) -> bool:
     return registry.create(name, mode, 9, stored_defaults(mode), options)
 
 
@@ -40,7 +40,7 @@ def purge(queue: OneQueue) -> list[Dropped]:
 
 
 @pytest.mark.spec("N1", "N10")
-def test_queues_are_made_when_asked_for_and_know_nothing_of_each_other(redis_url: str) -> None:
+def test_queues_are_created_on_demand_and_are_independent(redis_url: str) -> None:
     with one_queue(redis_url, "one") as one, one_queue(redis_url, "two") as two:
         one.enqueue("a")
         two.enqueue("a", "b")
@@ -50,20 +50,20 @@ def test_queues_are_made_when_asked_for_and_know_nothing_of_each_other(redis_url
 
 
 @pytest.mark.spec("N2")
-def test_a_queue_past_max_queues_is_refused_and_leaves_no_trace(redis_url: str) -> None:
+def test_a_queue_beyond_max_queues_is_refused_and_leaves_no_keys(redis_url: str) -> None:
     registry = Registry(Link(redis_url), DEFAULT_PREFIX)
     for name in ("a", "b", "c"):
-        assert make(registry, name) is True
+        assert create(registry, name) is True
     with pytest.raises(TooManyQueues, match="max_queues"):
-        make(registry, "d")
+        create(registry, "d")
     assert set(registry.names()) == {"a", "b", "c"}
-    assert make(registry, "c") is False
+    assert create(registry, "c") is False
 
 
-def test_queues_are_made_joined_and_deleted_on_a_server_that_is_out_of_memory(
+def test_queues_are_created_joined_and_deleted_on_a_server_that_is_out_of_memory(
     queue: OneQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis then takes no command into a transaction; Valkey 9 does."""
+    """Redis then refuses commands in a transaction; Valkey 9 accepts them."""
     exchange = Link._exchange
 
     def as_redis(link: Link, commands: list[tuple[Any, ...]], lost: type[RedisUnavailable]) -> list[Any]:
@@ -94,7 +94,7 @@ def test_create_joins_and_sets_the_options_given(queue: OneQueue) -> None:
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
 
 
-def test_a_queue_made_anew_has_its_own_options(redis_url: str) -> None:
+def test_a_queue_created_again_has_its_own_options(redis_url: str) -> None:
     with one_queue(redis_url, max_items=1) as queue:
         queue.enqueue("a")
         with pytest.raises(QueueFull):
@@ -109,8 +109,8 @@ def test_a_queue_made_anew_has_its_own_options(redis_url: str) -> None:
         queue.enqueue("c")
 
 
-def test_a_queue_made_anew_on_another_server_has_its_own_options(queue: OneQueue) -> None:
-    """This one was the master before, and is again: it has seen neither the deletion nor the creation."""
+def test_a_queue_created_again_on_another_server_has_its_own_options(queue: OneQueue) -> None:
+    """This server was the master before and is again; it has seen neither the deletion nor the creation."""
     queue.enqueue("a")
     queue.redis.hset(queue.key("options"), mapping={"epoch": 1, "max_items": 1})
     with pytest.raises(QueueFull):
@@ -128,10 +128,10 @@ def test_options_without_a_version_are_read_each_time(queue: OneQueue) -> None:
 @pytest.mark.one_server
 def test_another_mode_or_protocol_is_refused(queue: OneQueue) -> None:
     with pytest.raises(QueueExists, match="'work'"):
-        make(queue.registry, queue.name, mode="on_request")
+        create(queue.registry, queue.name, mode="on_request")
     queue.redis.hset(registry_key(DEFAULT_PREFIX), queue.name, "on_request")
     with pytest.raises(QueueExists, match="'work'"):
-        make(queue.registry, queue.name, mode="on_request")
+        create(queue.registry, queue.name, mode="on_request")
     queue.redis.hset(registry_key(DEFAULT_PREFIX), queue.name, "work")
     queue.set_options(protocol=99)
     with pytest.raises(IncompatibleProtocol):
@@ -142,18 +142,18 @@ def test_another_mode_or_protocol_is_refused(queue: OneQueue) -> None:
 def test_hostile_names_are_refused(redis_url: str, name: str) -> None:
     registry = Registry(Link(redis_url), DEFAULT_PREFIX)
     with pytest.raises(InvalidName):
-        make(registry, name)
+        create(registry, name)
     with pytest.raises(InvalidName):
         registry.delete(name, force=True)
 
 
-def test_a_crash_between_registry_and_queue_is_completed_by_the_next_create(redis_url: str) -> None:
+def test_a_create_that_crashed_half_way_is_completed_by_the_next_create(redis_url: str) -> None:
     link = Link(redis_url)
     registry = Registry(link, DEFAULT_PREFIX)
     link.run(script("reserve"), registry_key(DEFAULT_PREFIX), "q", "work", 1)
     with pytest.raises(TooManyQueues):
-        make(registry, "other", max_queues=1)
-    assert make(registry, "q", max_queues=1) is True
+        create(registry, "other", max_queues=1)
+    assert create(registry, "q", max_queues=1) is True
 
 
 @pytest.mark.spec("N7")
@@ -169,7 +169,7 @@ def test_delete_needs_force_while_there_are_jobs(queue: OneQueue) -> None:
 
 
 @pytest.mark.spec("N7")
-def test_what_a_deleted_queue_held_is_logged_and_then_gone(queue: OneQueue) -> None:
+def test_jobs_of_a_deleted_queue_are_logged_and_then_removed(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job({"x": 1}, id="a", identifier="Ann", type="mail")])
     queue.enqueue("b", priority=2)
     worker = queue.worker()
@@ -195,11 +195,11 @@ def test_what_a_deleted_queue_held_is_logged_and_then_gone(queue: OneQueue) -> N
     left = {key.decode() for key in queue.redis.keys("*")}
     of_queue = {queue.key(name) for name in ("graves", "deleted", "freed", "counts", "events")}
     assert left == {"forq:queues:deleted", *of_queue}
-    assert all(queue.redis.ttl(key) > 0 for key in left), "none of them for ever"
+    assert all(queue.redis.ttl(key) > 0 for key in left), "every remaining key expires"
     assert purge(queue) == []
 
 
-def test_a_log_that_fails_keeps_what_was_not_written(queue: OneQueue) -> None:
+def test_a_failing_log_keeps_unwritten_jobs(queue: OneQueue) -> None:
     queue.enqueue("a")
     queue.registry.delete(queue.name, force=True)
 
@@ -226,7 +226,7 @@ def test_a_crash_between_delete_and_registry_loses_nothing(queue: OneQueue) -> N
 
 
 @pytest.mark.one_server
-def test_a_queue_made_again_before_the_registry_was_marked_stays_registered(queue: OneQueue) -> None:
+def test_a_queue_created_again_before_its_entry_was_marked_stays_registered(queue: OneQueue) -> None:
     queue.enqueue("a")
     queue.link.run(script("delete"), queue.base, queue.hash("options")["epoch"], 1)
     queue.create()
@@ -237,7 +237,7 @@ def test_a_queue_made_again_before_the_registry_was_marked_stays_registered(queu
     assert queue.state() == State(jobs={"b"}, waiting={5: ["b"]})
 
 
-def test_a_job_that_a_frozen_worker_of_the_old_queue_moves_comes_back(queue: OneQueue) -> None:
+def test_a_job_moved_by_a_frozen_worker_of_the_old_queue_comes_back(queue: OneQueue) -> None:
     frozen = queue.worker()
     queue.registry.delete(queue.name, force=True)
     purge(queue)
@@ -246,10 +246,10 @@ def test_a_job_that_a_frozen_worker_of_the_old_queue_moves_comes_back(queue: One
     assert frozen.block() == "a"
     queue.recovery("p9").heartbeat(queue.name, 1000, [])
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
-    assert queue.redis.pttl(queue.key("graves")) == -1  # the new queue's own graves live as long as they should
+    assert queue.redis.pttl(queue.key("graves")) == -1  # the graves now belong to the new queue and do not expire
 
 
-def test_a_queue_made_again_begins_from_nothing(queue: OneQueue) -> None:
+def test_a_queue_created_again_starts_empty(queue: OneQueue) -> None:
     queue.enqueue("a", token="t")
     queue.enqueue("c", priority=1)
     worker = queue.worker()
@@ -268,7 +268,7 @@ def test_a_queue_made_again_begins_from_nothing(queue: OneQueue) -> None:
         worker.turn(want=1)
 
 
-def test_a_queue_is_not_reopened_once_somebody_deleted_it(queue: OneQueue) -> None:
+def test_a_deleted_queue_is_not_reopened(queue: OneQueue) -> None:
     def reopen() -> bool:
         return queue.registry.create(queue.name, "work", 9, stored_defaults(), {}, reopening=True)
 
@@ -299,7 +299,7 @@ def test_a_large_queue_is_purged_in_slices(queue: OneQueue, monkeypatch: pytest.
     assert queue.registry.names() == {}
 
 
-def test_pause_and_resume_say_so_once(queue: OneQueue) -> None:
+def test_pause_and_resume_report_a_change_once(queue: OneQueue) -> None:
     for paused in (True, True, False, False):
         queue.registry.pause(queue.name, paused=paused)
         assert queue.inspector.counts().paused is paused
@@ -311,8 +311,8 @@ def test_pause_and_resume_say_so_once(queue: OneQueue) -> None:
 
 @pytest.mark.spec("N24")
 @pytest.mark.one_server
-def test_a_fixed_option_that_differs_is_refused_and_changes_nothing(queue: OneQueue) -> None:
-    assert gate(queue.registry, release_interval_ms=250, max_items=5) is True
+def test_a_different_fixed_option_is_refused_and_changes_nothing(queue: OneQueue) -> None:
+    assert create_gate(queue.registry, release_interval_ms=250, max_items=5) is True
     before = queue.redis.hgetall("forq:queue:{gate}:options")
     assert (before[b"release_interval_ms"], before[b"retry_lane_retries"], before[b"lease_ms"]) == (
         b"250",
@@ -322,18 +322,18 @@ def test_a_fixed_option_that_differs_is_refused_and_changes_nothing(queue: OneQu
     with pytest.raises(
         QueueExists, match="'gate' exists with release_interval = 250ms; it is fixed while the queue exists"
     ):
-        gate(queue.registry, release_interval_ms=300, max_items=7)
+        create_gate(queue.registry, release_interval_ms=300, max_items=7)
     with pytest.raises(QueueExists, match="'gate' exists with release_retries = 10; it is fixed"):
-        gate(queue.registry, release_interval_ms=250, release_retries=9)
+        create_gate(queue.registry, release_interval_ms=250, release_retries=9)
     with pytest.raises(QueueExists, match="mode 'auto_release'; a queue's mode never changes"):
-        gate(queue.registry, mode="on_request")
+        create_gate(queue.registry, mode="on_request")
     assert queue.redis.hgetall("forq:queue:{gate}:options") == before
 
 
 @pytest.mark.one_server
-def test_joining_leaves_fixed_options_that_were_not_given_as_they_are(queue: OneQueue) -> None:
-    gate(queue.registry, release_interval_ms=250, retry_lane_retries=0)
-    assert gate(queue.registry, release_interval_ms=250, max_items=7) is False
+def test_joining_keeps_fixed_options_that_are_not_given(queue: OneQueue) -> None:
+    create_gate(queue.registry, release_interval_ms=250, retry_lane_retries=0)
+    assert create_gate(queue.registry, release_interval_ms=250, max_items=7) is False
     options = queue.redis.hgetall("forq:queue:{gate}:options")
     assert (options[b"release_interval_ms"], options[b"retry_lane_retries"], options[b"max_items"]) == (
         b"250",
@@ -342,21 +342,21 @@ def test_joining_leaves_fixed_options_that_were_not_given_as_they_are(queue: One
     )
 
 
-def test_the_retry_lane_of_a_queue_that_works_is_not_fixed(queue: OneQueue) -> None:
+def test_the_retry_lane_of_a_work_queue_is_not_fixed(queue: OneQueue) -> None:
     assert queue.create(retry_lane_retries=4) is False
     assert queue.hash("options")["retry_lane_retries"] == "4"
 
 
-def test_a_queue_that_releases_is_announced_once_and_one_that_works_is_not(queue: OneQueue) -> None:
+def test_a_new_release_queue_is_published_once_and_a_work_queue_is_not(queue: OneQueue) -> None:
     with queue.redis.pubsub() as subscription:
         subscription.psubscribe("forq:queue:*:due")
         assert subscription.get_message(timeout=5)["type"] == "psubscribe"
-        make(queue.registry, "works")
-        gate(queue.registry)
-        gate(queue.registry)
-        gate(queue.registry, "other", "on_request")
-        heard = [subscription.get_message(timeout=5) for _ in range(2)]
-        assert [(each["channel"], each["data"]) for each in heard] == [
+        create(queue.registry, "works")
+        create_gate(queue.registry)
+        create_gate(queue.registry)
+        create_gate(queue.registry, "other", "on_request")
+        messages = [subscription.get_message(timeout=5) for _ in range(2)]
+        assert [(each["channel"], each["data"]) for each in messages] == [
             (b"forq:queue:{gate}@0:due", b"new"),
             (b"forq:queue:{other}@0:due", b"new"),
         ]
@@ -365,25 +365,25 @@ def test_a_queue_that_releases_is_announced_once_and_one_that_works_is_not(queue
 
 @pytest.mark.spec("N10")
 @pytest.mark.one_server
-def test_queues_that_release_are_found_until_they_are_served_or_gone(queue: OneQueue) -> None:
-    gate(queue.registry)
-    gate(queue.registry, "other", "on_request")
+def test_release_queues_are_listed_until_they_are_served_or_deleted(queue: OneQueue) -> None:
+    create_gate(queue.registry)
+    create_gate(queue.registry, "other", "on_request")
     assert queue.registry.unserved([]) == {"gate": "auto_release", "other": "on_request"}
     assert queue.registry.unserved(["other"]) == {"gate": "auto_release"}
-    # Somebody died after the queue's entry was made, or between its end and that of its entry.
+    # A process died after it created the entry, or between deleting the queue and its entry.
     queue.redis.delete("forq:queue:{gate}:options")
     assert queue.registry.unserved(["other"]) == {}
 
 
-def test_one_who_only_joins_makes_no_queue(queue: OneQueue) -> None:
+def test_a_join_creates_no_queue(queue: OneQueue) -> None:
     with pytest.raises(UnknownQueue, match="no queue 'gate'"):
         queue.registry.create("gate", "on_request", 9, stored_defaults("on_request"), {}, joining=True)
     assert "gate" not in queue.registry.names()
-    gate(queue.registry, mode="on_request")
+    create_gate(queue.registry, mode="on_request")
     assert not queue.registry.create("gate", "on_request", 9, stored_defaults("on_request"), {}, joining=True)
 
 
-def test_names_of_deleted_queues_are_kept_a_day_longer_than_their_journals(queue: OneQueue) -> None:
+def test_names_of_deleted_queues_are_kept_one_day_longer_than_their_journals(queue: OneQueue) -> None:
     names, day_ms = deleted_queues_key(DEFAULT_PREFIX), 24 * 3600 * 1000
     now_ms = queue.redis.time()[0] * 1000
     queue.redis.zadd(names, {"long-gone": now_ms - 9 * day_ms, "gone": now_ms - 7 * day_ms})

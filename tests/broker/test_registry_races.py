@@ -1,8 +1,8 @@
-"""Two callers make and delete one queue at the same time: every order of their steps, and a death after every step
-(in `make test` one order of four).
+"""Two callers create and delete one queue at the same time: every order of their steps, and a crash after every step
+(`make test` tries one order of four).
 
-A step is one call to the server that looks at the queue or its entry in the registry, or changes them. What is done to
-the trash, and to the names of deleted queues, depends on nobody.
+A step is one call that reads or changes the queue or its registry entry. Calls about the trash and the names of deleted
+queues are independent of other callers and are not steps.
 """
 
 import threading
@@ -32,7 +32,7 @@ Caller = Callable[[Registry], object]
 
 
 class Died(BaseException):
-    """The caller's process has ended."""
+    """Simulates the death of the caller's process."""
 
 
 class SteppingLink(Link):
@@ -61,7 +61,7 @@ class SteppingLink(Link):
 
 
 class Stepper:
-    """A caller in a thread of its own that goes on step by step."""
+    """Runs a caller in its own thread, step by step."""
 
     def __init__(self, url: str, what: Caller) -> None:
         self.link = SteppingLink(url)
@@ -99,21 +99,21 @@ class Stepper:
         self.link.close()
 
 
-def make(registry: Registry) -> bool:
+def create(registry: Registry) -> bool:
     return registry.create(NAME, "work", 9, stored_defaults(), {"fail_handler": 1}, fail_options={"max_retries": 1})
 
 
-def make_as_the_clerk_does(registry: Registry) -> None:
+def create_like_the_clerk(registry: Registry) -> None:
     try:
-        make(registry)
+        create(registry)
     except BeingDeleted:
         while registry.purge(NAME, lambda lines: None):
             pass
-        make(registry)
+        create(registry)
 
 
 def delete(registry: Registry) -> None:
-    """And dies before it purges, or lets others do it."""
+    """Deletes the queue without purging it."""
     registry.delete(NAME, force=True)
 
 
@@ -128,17 +128,17 @@ def repair(registry: Registry) -> None:
         pass
 
 
-# What there is before, and who meets.
+# The initial state, and the two callers.
 MEETINGS: list[tuple[str, Caller, Caller]] = [
-    ("a queue", make_as_the_clerk_does, end),
+    ("a queue", create_like_the_clerk, end),
     ("a queue", delete, end),
     ("a queue", delete, repair),
-    ("nothing", make_as_the_clerk_does, make_as_the_clerk_does),
-    ("nothing", make_as_the_clerk_does, end),
-    ("half made", make_as_the_clerk_does, repair),
-    ("half deleted", make_as_the_clerk_does, repair),
+    ("nothing", create_like_the_clerk, create_like_the_clerk),
+    ("nothing", create_like_the_clerk, end),
+    ("half made", create_like_the_clerk, repair),
+    ("half deleted", create_like_the_clerk, repair),
     ("half deleted", delete, repair),
-    ("marked", make, repair),
+    ("marked", create, repair),
 ]
 
 
@@ -150,7 +150,7 @@ def registry(redis_url: str) -> Iterator[Registry]:
 
 
 def steps_of(url: str, prepare: Callable[[], None], what: Caller) -> int:
-    """How many calls it makes if nobody gets in its way."""
+    """Counts the calls of an undisturbed caller."""
     prepare()
     alone, steps = Stepper(url, what), 0
     while not alone.over:
@@ -160,34 +160,34 @@ def steps_of(url: str, prepare: Callable[[], None], what: Caller) -> int:
 
 
 def orders(first: int, second: int) -> Iterator[tuple[bool, ...]]:
-    """Every order of so many steps of each; True is one of the first caller."""
+    """Yields every order of this many steps of each caller; True stands for the first caller."""
     for chosen in combinations(range(first + second), first):
         yield tuple(number in chosen for number in range(first + second))
 
 
 def check(server: Server, after: str) -> None:
-    """What must hold at any time, also after a crash."""
+    """Checks what must hold at any time, even after a crash."""
     with server.connect() as redis:
         there, entry = bool(redis.exists(f"{BASE}:options")), redis.hget(registry_key(DEFAULT_PREFIX), NAME)
-        assert entry is not None or not there, f"a queue is not in the registry: {after}"
-        assert bool(redis.exists(f"{FAIL_BASE}:options")) == there, f"half of a queue: {after}"
+        assert entry is not None or not there, f"queue without a registry entry: {after}"
+        assert bool(redis.exists(f"{FAIL_BASE}:options")) == there, f"incomplete queue: {after}"
         assert redis.scard(f"{FAIL_BASE}:trash") == 0
 
 
-def check_mended(server: Server, registry: Registry, after: str) -> None:
-    """Then it is whole, or gone; and it can be made, and be deleted."""
+def check_repaired(server: Server, registry: Registry, after: str) -> None:
+    """Checks that the queue is complete or gone, and that it can be created and deleted."""
     repair(registry)
     with server.connect() as redis:
         there, entry = bool(redis.exists(f"{BASE}:options")), redis.hget(registry_key(DEFAULT_PREFIX), NAME)
-        assert entry == (b"work" if there else None), f"the registry is wrong: {after}"
-    assert make(registry) is not there
+        assert entry == (b"work" if there else None), f"wrong registry entry: {after}"
+    assert create(registry) is not there
     check(server, after)
     end(registry)
     assert registry.names() == {}, after
 
 
 @pytest.mark.parametrize(("before", "first", "second"), MEETINGS)
-def test_no_order_of_steps_and_no_crash_leaves_half_a_queue(
+def test_no_order_of_steps_and_no_crash_leaves_an_incomplete_queue(
     server: Server, redis_url: str, registry: Registry, before: str, first: Caller, second: Caller
 ) -> None:
     def prepare() -> None:
@@ -196,7 +196,7 @@ def test_no_order_of_steps_and_no_crash_leaves_half_a_queue(
             if before == "half made":
                 redis.hset(registry_key(DEFAULT_PREFIX), NAME, "work")
             elif before != "nothing":
-                make(registry)
+                create(registry)
             if before == "marked":
                 delete(registry)
             elif before == "half deleted":
@@ -206,7 +206,7 @@ def test_no_order_of_steps_and_no_crash_leaves_half_a_queue(
                 dying.die()
 
     lengths = steps_of(redis_url, prepare, first), steps_of(redis_url, prepare, second)
-    # One goes all its way, and the other one as far as it lives.
+    # One caller completes; the other crashes after some steps.
     plans = {(lived, lengths[1]) for lived in range(lengths[0] + 1)} | {(lengths[0], n) for n in range(lengths[1] + 1)}
     for plan in sorted(plans):
         for order in sample(list(orders(*plan)), one_in=4):
@@ -221,17 +221,15 @@ def test_no_order_of_steps_and_no_crash_leaves_half_a_queue(
             for caller in callers:
                 caller.finish()
             check(server, after)
-            check_mended(server, registry, after)
+            check_repaired(server, registry, after)
 
 
-def test_a_delete_that_arrives_late_spares_the_next_queue_of_that_name(
-    server: Server, redis_url: str, registry: Registry
-) -> None:
-    make(registry)
+def test_a_late_delete_spares_the_next_queue_of_that_name(server: Server, redis_url: str, registry: Registry) -> None:
+    create(registry)
     late = Stepper(redis_url, delete)
     late.step()
     end(registry)
-    make(registry)
+    create(registry)
     late.finish()
     with server.connect() as redis:
         assert redis.exists(f"{BASE}:options", f"{FAIL_BASE}:options") == 2
@@ -239,8 +237,8 @@ def test_a_delete_that_arrives_late_spares_the_next_queue_of_that_name(
     assert registry.names() == {NAME: "work"}
 
 
-def test_a_delete_that_is_refused_leaves_the_fail_queue(server: Server, registry: Registry) -> None:
-    make(registry)
+def test_a_refused_delete_leaves_the_fail_queue(server: Server, registry: Registry) -> None:
+    create(registry)
     with server.connect() as redis:
         redis.hset(f"{BASE}:jobs", "a", "p5 0\n[]")
         with pytest.raises(QueueNotEmpty):
@@ -248,16 +246,16 @@ def test_a_delete_that_is_refused_leaves_the_fail_queue(server: Server, registry
         assert redis.exists(f"{FAIL_BASE}:options") == 1
 
 
-def test_a_new_queue_has_no_fail_jobs_of_the_last_one(server: Server, registry: Registry) -> None:
-    make(registry)
+def test_a_new_queue_has_no_fail_jobs_of_the_previous_one(server: Server, registry: Registry) -> None:
+    create(registry)
     with server.connect() as redis:
         redis.hset(f"{FAIL_BASE}:jobs", "a:1", "p5 0\n[]")
         end(registry)
-        make(registry)
+        create(registry)
         assert redis.exists(f"{FAIL_BASE}:jobs", f"{FAIL_BASE}:trash") == 0
 
 
-def test_no_fail_queue_is_made_without_its_queue(server: Server, redis_url: str) -> None:
+def test_no_fail_queue_is_created_without_its_queue(server: Server, redis_url: str) -> None:
     link = Link(redis_url)
     assert link.run(script("create"), FAIL_BASE, PROTOCOL, "fail", 0, 0, "") == [NO_QUEUE]
     link.close()
@@ -265,8 +263,8 @@ def test_no_fail_queue_is_made_without_its_queue(server: Server, redis_url: str)
         assert redis.exists(f"{FAIL_BASE}:options") == 0
 
 
-def test_an_entry_is_left_alone_by_those_who_have_seen_another(redis_url: str, registry: Registry) -> None:
-    make(registry)
+def test_a_caller_that_read_another_entry_leaves_the_entry_alone(redis_url: str, registry: Registry) -> None:
+    create(registry)
     link = Link(redis_url)
     for entry in ("", "on_request"):
         assert link.run(script("retire"), registry_key(DEFAULT_PREFIX), NAME, "deleting 1", entry) == [OK, 0]
@@ -274,8 +272,8 @@ def test_an_entry_is_left_alone_by_those_who_have_seen_another(redis_url: str, r
     assert registry.names() == {NAME: "work"}
 
 
-def test_an_entry_without_a_queue_is_told_and_mended(server: Server, registry: Registry) -> None:
-    make(registry)
+def test_an_entry_without_a_queue_is_reported_and_repaired(server: Server, registry: Registry) -> None:
+    create(registry)
     with server.connect() as redis:
         redis.hset(registry_key(DEFAULT_PREFIX), "half", "work")
     assert registry.incomplete(registry.names()) == {"half": "work"}
@@ -286,8 +284,8 @@ def test_an_entry_without_a_queue_is_told_and_mended(server: Server, registry: R
         registry.delete("half", force=True)
 
 
-def test_a_deletion_that_was_begun_is_told_and_finished(server: Server, registry: Registry) -> None:
-    make(registry)
+def test_an_unfinished_deletion_is_reported_and_finished(server: Server, registry: Registry) -> None:
+    create(registry)
     registry.delete(NAME, force=True)
     assert registry.incomplete(registry.names()) == {NAME: "deleting"}
     repair(registry)

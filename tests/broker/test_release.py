@@ -1,4 +1,4 @@
-"""release, await, ack of a queue of mode auto_release: one try per interval, to whoever awaits the item."""
+"""release, await and ack in mode auto_release: one try per interval, for the first awaiter of the item."""
 
 from collections.abc import Iterator
 
@@ -16,7 +16,7 @@ def queue(redis_url: str) -> Iterator[ReleaseQueue]:
 
 
 @pytest.mark.spec("N13")
-def test_one_item_is_tried_per_interval_however_many_try(queue: ReleaseQueue) -> None:
+def test_one_item_is_tried_per_interval_for_any_number_of_callers(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.ask("x"), queue.ask("y")
     first = queue.release(processor="p1")
@@ -32,7 +32,7 @@ def test_one_item_is_tried_per_interval_however_many_try(queue: ReleaseQueue) ->
 
 
 @pytest.mark.spec("N14")
-def test_an_item_goes_to_whoever_awaits_it_by_id_before_all_who_await_any(queue: ReleaseQueue) -> None:
+def test_an_awaiter_of_the_id_comes_before_awaiters_of_any_item(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.ask("any"), queue.ask("wants-b", "b"), queue.ask("wants-a", "a")
     queue.attempt(), queue.attempt()
@@ -41,7 +41,7 @@ def test_an_item_goes_to_whoever_awaits_it_by_id_before_all_who_await_any(queue:
     assert queue.got("any") is None
 
 
-def test_of_several_who_await_the_same_the_first_gets_it_also_if_it_has_renewed_since(queue: ReleaseQueue) -> None:
+def test_the_first_of_several_awaiters_gets_the_item_even_after_a_renewal(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("first"), queue.ask("second"), queue.ask("first")
     queue.attempt()
@@ -57,7 +57,7 @@ def test_one_awaiter_gets_one_item(queue: ReleaseQueue) -> None:
     assert queue.state().active == {"a": "x"}
 
 
-def test_ids_that_begin_alike_are_told_apart(queue: ReleaseQueue) -> None:
+def test_ids_with_a_common_prefix_are_distinct(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x", "a!"), queue.ask("y", "aa")
     assert not queue.attempt().leased
@@ -77,13 +77,13 @@ def test_an_awaiter_that_did_not_renew_gets_nothing_and_is_forgotten(queue: Rele
 
 
 @pytest.mark.spec("N15", "N16", "N17")
-def test_what_nobody_awaits_is_tried_again_then_in_the_lane_then_it_is_dead(queue: ReleaseQueue) -> None:
+def test_an_item_without_awaiters_is_retried_then_moved_to_the_retry_lane_then_dead(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     for _ in range(3):
         assert queue.attempt() is not None
     assert queue.inspector.job("a")["state"] == "retry"
     queue.attempt()
-    assert queue.inspector.job("a")["retry_count"] == 3, "the main lane does not try it any more"
+    assert queue.inspector.job("a")["retry_count"] == 3, "the main lane no longer tries it"
     queue.attempt("retry")
     assert queue.state() == State(jobs=set(), dead=["a"])
     assert queue.inspector.job("a")["error"]["name"] == "NotAwaited"
@@ -97,7 +97,7 @@ def test_what_nobody_awaits_is_tried_again_then_in_the_lane_then_it_is_dead(queu
 
 
 @pytest.mark.spec("N15")
-def test_what_nobody_awaited_waits_behind_the_others_for_its_interval(redis_url: str) -> None:
+def test_an_item_without_awaiters_waits_for_its_interval_behind_the_others(redis_url: str) -> None:
     with gate(redis_url, "auto_release", retry_interval_ms=60_000) as queue:
         queue.enqueue("a", "b")
         queue.attempt()
@@ -105,7 +105,7 @@ def test_what_nobody_awaited_waits_behind_the_others_for_its_interval(redis_url:
         queue.ask("x")
         assert queue.attempt().leased
         assert queue.state().active == {"b": "x"}
-        assert queue.attempt().wait_seconds == 0, "nothing is in line"
+        assert queue.attempt().wait_seconds == 0, "no item is ready"
         queue.make_due("scheduled", "a")
         queue.ask("y")
         assert queue.attempt().leased
@@ -113,7 +113,7 @@ def test_what_nobody_awaited_waits_behind_the_others_for_its_interval(redis_url:
 
 
 @pytest.mark.spec("N17", "N18")
-def test_the_lane_tries_only_while_nothing_waits(queue: ReleaseQueue) -> None:
+def test_the_retry_lane_tries_only_while_nothing_waits(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     for _ in range(3):
         queue.attempt()
@@ -127,21 +127,21 @@ def test_the_lane_tries_only_while_nothing_waits(queue: ReleaseQueue) -> None:
     assert queue.got("y", "a") == "a"
 
 
-def test_the_retry_child_is_woken_when_the_line_is_empty(queue: ReleaseQueue) -> None:
+def test_the_retry_process_is_woken_when_no_item_waits(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     for _ in range(3):
         queue.attempt()
     assert queue.state().retry_tokens == 1
 
 
-def test_an_item_is_gone_when_it_is_acknowledged_and_not_before(queue: ReleaseQueue) -> None:
+def test_an_item_is_removed_only_when_it_is_acknowledged(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
     lease = queue.ask("x")
     assert lease is not None
     assert lease.record.data == {"n": "a"}
-    assert queue.ask("x") == lease, "a lost reply: the same call gets the same item"
+    assert queue.ask("x") == lease, "after a lost reply the same call returns the same item"
     assert queue.inspector.job("a")["state"] == "active"
     queue.ack("x", lease)
     assert queue.state() == State(jobs=set())
@@ -151,7 +151,7 @@ def test_an_item_is_gone_when_it_is_acknowledged_and_not_before(queue: ReleaseQu
     assert [(event.actor, event.fence) for event in queue.events()][-1] == ("x", lease.fence)
 
 
-def test_what_is_not_acknowledged_in_time_goes_back_to_the_front_and_that_is_no_try(queue: ReleaseQueue) -> None:
+def test_an_item_not_acknowledged_in_time_goes_back_to_the_front_uncounted(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b", "c")
     queue.ask("x"), queue.ask("y")
     queue.attempt(), queue.attempt()
@@ -162,13 +162,13 @@ def test_what_is_not_acknowledged_in_time_goes_back_to_the_front_and_that_is_no_
     assert queue.inspector.job("a")["retry_count"] == 0
     with pytest.raises(LeaseLapsed):
         queue.ack("x", lease)
-    assert queue.ask("x") is None, "it awaits again"
+    assert queue.ask("x") is None, "it waits again"
     assert queue.attempt().leased
     assert queue.got("x") == "a"
 
 
 @pytest.mark.parametrize("by", ["release", "await", "heartbeat"])
-def test_leases_lapse_with_every_call_that_looks(queue: ReleaseQueue, by: str) -> None:
+def test_every_call_that_checks_leases_lets_them_lapse(queue: ReleaseQueue, by: str) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
@@ -194,7 +194,7 @@ def test_an_ack_under_another_fence_or_name_is_refused(queue: ReleaseQueue) -> N
     assert queue.state().active == {"a": "x"}
 
 
-def test_an_awaiter_that_leaves_gives_back_what_it_was_handed(queue: ReleaseQueue) -> None:
+def test_an_awaiter_that_leaves_returns_its_item(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.ask("x")
     queue.attempt()
@@ -207,7 +207,7 @@ def test_an_awaiter_that_leaves_gives_back_what_it_was_handed(queue: ReleaseQueu
     assert not queue.attempt().leased
 
 
-def test_an_item_that_is_removed_while_it_is_handed_over_does_not_come_back(queue: ReleaseQueue) -> None:
+def test_an_item_removed_while_leased_does_not_come_back(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
@@ -218,7 +218,7 @@ def test_an_item_that_is_removed_while_it_is_handed_over_does_not_come_back(queu
     assert queue.journal_events()[-1] == ("cancelled", "a")
 
 
-def test_an_item_that_is_removed_while_it_is_handed_over_can_still_be_acknowledged(queue: ReleaseQueue) -> None:
+def test_an_item_removed_while_leased_can_still_be_acknowledged(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
@@ -228,7 +228,7 @@ def test_an_item_that_is_removed_while_it_is_handed_over_can_still_be_acknowledg
     assert queue.journal_events()[-2:] == [("marked", "a"), ("released", "a")]
 
 
-def test_an_enqueue_behind_an_item_that_is_handed_over_is_an_item_of_its_own_after_the_release(
+def test_an_enqueue_behind_a_leased_item_becomes_a_separate_item_after_the_ack(
     queue: ReleaseQueue,
 ) -> None:
     queue.enqueue("a")
@@ -241,7 +241,7 @@ def test_an_enqueue_behind_an_item_that_is_handed_over_is_an_item_of_its_own_aft
     assert queue.journal_events()[-2:] == [("released", "a"), ("unblocked", "a")]
 
 
-def test_items_of_a_higher_priority_go_first(queue: ReleaseQueue) -> None:
+def test_items_of_a_higher_priority_are_released_first(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.enqueue("b", priority=1)
     queue.ask("x")
@@ -258,7 +258,7 @@ def test_a_paused_queue_releases_nothing(queue: ReleaseQueue) -> None:
     assert queue.attempt().leased
 
 
-def test_what_a_blocked_worker_was_given_goes_back_before_it_tries(queue: ReleaseQueue) -> None:
+def test_an_item_moved_to_a_blocked_worker_goes_back_before_its_try(queue: ReleaseQueue) -> None:
     queue.enqueue("a", "b")
     queue.release()
     worker = queue.workers[0]
@@ -269,7 +269,7 @@ def test_what_a_blocked_worker_was_given_goes_back_before_it_tries(queue: Releas
     assert worker.held() == []
 
 
-def test_workers_that_are_not_registered_are_fenced(queue: ReleaseQueue) -> None:
+def test_unregistered_workers_are_fenced(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.release()
     queue.recover(queue.workers[0])
@@ -277,7 +277,7 @@ def test_workers_that_are_not_registered_are_fenced(queue: ReleaseQueue) -> None
         queue.release()
 
 
-def test_a_deleted_queue_says_so_to_everybody(queue: ReleaseQueue) -> None:
+def test_every_caller_of_a_deleted_queue_gets_an_error(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x"), queue.ask("y")
     queue.attempt()
@@ -290,10 +290,10 @@ def test_a_deleted_queue_says_so_to_everybody(queue: ReleaseQueue) -> None:
     with pytest.raises(UnknownQueue):
         queue.ack("x", lease)
     assert not queue.leases.leave("x")
-    assert queue.list_of("y") == [""], "it is rung, and need not wait until it renews"
+    assert queue.list_of("y") == [""], "it is notified and need not wait until it renews"
 
 
-def test_dequeue_of_an_auto_release_queue_is_refused_and_the_other_way_round(queue: ReleaseQueue) -> None:
+def test_a_request_with_the_wrong_mode_is_refused(queue: ReleaseQueue) -> None:
     with pytest.raises(WrongMode, match="auto_release"):
         queue.leases.request("x", None, mode="on_request", register=True)
 
@@ -311,7 +311,7 @@ def test_awaiters_leave_no_keys_behind(queue: ReleaseQueue) -> None:
     assert queue.redis.exists(queue.key("leases")) == 0
 
 
-def test_dead_awaiters_of_items_that_never_come_are_forgotten_by_those_who_come_later(queue: ReleaseQueue) -> None:
+def test_dead_awaiters_of_missing_items_are_removed_by_later_awaiters(queue: ReleaseQueue) -> None:
     for number in range(100):
         queue.ask(f"dead{number}", f"never{number}")
         queue.let_expire(f"dead{number}")
@@ -323,36 +323,36 @@ def test_dead_awaiters_of_items_that_never_come_are_forgotten_by_those_who_come_
     assert queue.redis.zcard(queue.key("awaiting")) == 1
 
 
-def test_a_clerk_hears_of_the_awaiters_it_speaks_for(queue: ReleaseQueue) -> None:
-    heard = queue.redis.pubsub(ignore_subscribe_messages=True)
-    heard.psubscribe("forq:queue:*:handed:clerk1")
-    heard.get_message(timeout=1)
+def test_the_clerk_receives_notifications_of_its_awaiters(queue: ReleaseQueue) -> None:
+    subscriber = queue.redis.pubsub(ignore_subscribe_messages=True)
+    subscriber.psubscribe("forq:queue:*:handed:clerk1")
+    subscriber.get_message(timeout=1)
     queue.enqueue("a")
     queue.ask("x", via="clerk1")
     queue.attempt()
-    message = heard.get_message(timeout=5)
+    message = subscriber.get_message(timeout=5)
     assert message is not None
     assert message["data"] == b"x"
-    heard.close()
+    subscriber.close()
 
 
-def test_the_first_lease_of_a_queue_tells_pulse_when_it_lapses(queue: ReleaseQueue) -> None:
-    heard = queue.redis.pubsub(ignore_subscribe_messages=True)
-    heard.subscribe(queue.channel("due"))
-    heard.get_message(timeout=1)
+def test_the_first_lease_of_a_queue_is_published_to_pulse(queue: ReleaseQueue) -> None:
+    subscriber = queue.redis.pubsub(ignore_subscribe_messages=True)
+    subscriber.subscribe(queue.channel("due"))
+    subscriber.get_message(timeout=1)
     queue.enqueue("a", "b")
     queue.ask("x"), queue.ask("y")
     queue.attempt(), queue.attempt()
-    assert heard.get_message(timeout=5)["data"] == b"600000"
-    assert heard.get_message(timeout=0.05) is None
+    assert subscriber.get_message(timeout=5)["data"] == b"600000"
+    assert subscriber.get_message(timeout=0.05) is None
     due_ms = queue.promote()
     assert due_ms is not None
     assert 590_000 < due_ms <= 600_000
-    heard.close()
+    subscriber.close()
 
 
 def test_the_claims_of_one_call_have_the_same_fence(redis_url: str) -> None:
-    """An item that is too old and one that is released by the same call: the audit knows an entry by its fence."""
+    """An expired item and one released by the same call; the audit identifies an entry by its fence."""
     with gate(redis_url, "auto_release", item_timeout_ms=60_000) as queue:
         queue.enqueue("a", "b")
         queue.ask("x", "b")

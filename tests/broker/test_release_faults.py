@@ -1,4 +1,4 @@
-"""The release modes when something is unusual: clocks, lost replies, deleted queues, odd ids, a full server."""
+"""Faults in the release modes: clock jumps, lost replies, deleted queues, unusual ids, a full server."""
 
 import time
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ def queue(redis_url: str) -> Iterator[ReleaseQueue]:
 
 
 @pytest.fixture
-def asked(redis_url: str) -> Iterator[ReleaseQueue]:
+def on_request(redis_url: str) -> Iterator[ReleaseQueue]:
     with gate(redis_url, "on_request", item_timeout_ms=HOUR_MS) as queue:
         yield queue
 
@@ -38,7 +38,7 @@ def now_ms(queue: ReleaseQueue) -> int:
     return int(seconds * 1000 + micros // 1000)
 
 
-def test_a_clock_that_was_set_back_closes_the_gate_for_one_interval_and_no_longer(queue: ReleaseQueue) -> None:
+def test_a_clock_set_back_closes_the_gate_for_at_most_one_interval(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.redis.hset(queue.key("counts"), "gate_us", (now_ms(queue) + 24 * HOUR_MS) * 1000)
@@ -46,33 +46,33 @@ def test_a_clock_that_was_set_back_closes_the_gate_for_one_interval_and_no_longe
     assert not first.leased
     assert 59 < first.wait_seconds <= 60
     opens_us = int(queue.hash("counts")["gate_us"])
-    assert opens_us <= (now_ms(queue) + 60_001) * 1000, "the next call would wait as long again"
+    assert opens_us <= (now_ms(queue) + 60_001) * 1000, "the next call would wait just as long"
     assert queue.release().wait_seconds <= 60
     assert int(queue.hash("counts")["gate_us"]) == opens_us
 
 
-def test_a_lease_that_lapses_late_does_not_take_what_its_awaiter_was_handed_since(asked: ReleaseQueue) -> None:
-    """More leases lapse at once than one call looks at, and an awaiter that asks again still owns its old item."""
-    asked.enqueue("old", "new")
-    assert asked.got("x", "old") == "old"
-    asked.redis.delete(asked.key("awaiter:x"))
-    assert asked.got("x", "new") == "new"
-    asked.make_due("leases", "old")
-    asked.promote()
-    assert asked.state().active == {"new": "x"}
-    lease = asked.ask("x", "new")
+def test_a_late_lapse_does_not_take_the_newer_item_of_its_awaiter(on_request: ReleaseQueue) -> None:
+    """More leases lapse at once than one call checks, so an awaiter that requests again still owns its old item."""
+    on_request.enqueue("old", "new")
+    assert on_request.got("x", "old") == "old"
+    on_request.redis.delete(on_request.key("awaiter:x"))
+    assert on_request.got("x", "new") == "new"
+    on_request.make_due("leases", "old")
+    on_request.promote()
+    assert on_request.state().active == {"new": "x"}
+    lease = on_request.ask("x", "new")
     assert lease is not None
     assert lease.job_id == "new"
-    asked.ack("x", lease)
+    on_request.ack("x", lease)
 
 
-def test_of_a_queue_that_was_deleted_and_made_again_nothing_is_handed_out_twice(queue: ReleaseQueue) -> None:
+def test_a_queue_deleted_and_created_again_leases_nothing_twice(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
     lease = queue.ask("x")
     queue.registry.delete("q", force=True)
-    assert not queue.registry.purge("q", lambda dropped: None), "all is written"
+    assert not queue.registry.purge("q", lambda dropped: None), "everything was written"
     queue.create()
     assert queue.ask("x") is None, "the item went with the queue"
     with pytest.raises(LeaseLapsed):
@@ -94,7 +94,7 @@ def test_an_acknowledgement_can_be_repeated_after_its_awaiter_has_left(queue: Re
     assert queue.inspector.counts().done == 1
 
 
-def test_redis_knows_an_acknowledgement_for_longer_than_it_is_repeated(queue: ReleaseQueue) -> None:
+def test_redis_remembers_an_acknowledgement_longer_than_it_is_repeated(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
@@ -107,7 +107,7 @@ ODD = ["[", "(", ":", "!", "~", "a:1", "1:2:removed", "a@1", "%d", "\\", '"', "-
 
 
 @pytest.mark.parametrize("mode", ["auto_release", "on_request"])
-def test_every_id_that_is_allowed_is_handed_to_whoever_awaits_it(redis_url: str, mode: str) -> None:
+def test_every_allowed_id_is_leased_to_its_awaiter(redis_url: str, mode: str) -> None:
     with gate(redis_url, mode, item_timeout_ms=HOUR_MS) as queue:
         for number, job_id in enumerate(ODD):
             queue.ask(f"x{number}", job_id)
@@ -129,7 +129,7 @@ def test_every_id_that_is_allowed_is_handed_to_whoever_awaits_it(redis_url: str,
         assert (replay.ready, replay.active) == ({}, {})
 
 
-def test_whoever_waits_goes_on_waiting_while_redis_is_out_of_memory(server: Server, redis_url: str) -> None:
+def test_awaiters_keep_waiting_while_redis_is_out_of_memory(server: Server, redis_url: str) -> None:
     with gate(redis_url, "on_request") as queue:
         queue.enqueue("a")
         lease = queue.ask("x", "a")
@@ -142,14 +142,14 @@ def test_whoever_waits_goes_on_waiting_while_redis_is_out_of_memory(server: Serv
         queue.ack("x", lease)
 
 
-class Interrupted(Leases):
-    """Every call is carried out twice: the first reply is lost."""
+class LossyLeases(Leases):
+    """Every call runs twice, because the first reply is lost."""
 
     def __init__(self, link: Link, prefix: str, queue: str) -> None:
         super().__init__(link, prefix, queue)
         self.lost: list[str] = []
 
-    def _once_lost(self, name: str, *args: Any, **how: Any) -> Any:
+    def _lose_first_reply(self, name: str, *args: Any, **how: Any) -> Any:
         answer = getattr(super(), name)(*args, **how)
         if len(self.lost) % 2 == 0:
             self.lost.append(name)
@@ -158,11 +158,11 @@ class Interrupted(Leases):
         return answer
 
     def request(self, *args: Any, **how: Any) -> LeaseReply:
-        answer: LeaseReply = self._once_lost("request", *args, **how)
+        answer: LeaseReply = self._lose_first_reply("request", *args, **how)
         return answer
 
     def ack(self, *args: Any, **how: Any) -> None:
-        self._once_lost("ack", *args, **how)
+        self._lose_first_reply("ack", *args, **how)
 
 
 @pytest.mark.fault("reply lost")
@@ -172,7 +172,7 @@ def test_a_client_that_loses_every_first_reply_gets_each_item_once(
     monkeypatch.setattr(client, "RETRY_PAUSE_SECONDS", 0.0)
     with gate(redis_url, "on_request") as queue:
         queue.enqueue("a", "b")
-        deaf = Interrupted(queue.link, "forq:", "q")
+        deaf = LossyLeases(queue.link, "forq:", "q")
         got = [client.get_release(deaf, None, mode="on_request", wait_seconds=0) for _ in range(3)]
         assert [item and item.id for item in got] == ["a", "b", None]
         assert queue.state() == State(jobs=set())
@@ -180,16 +180,16 @@ def test_a_client_that_loses_every_first_reply_gets_each_item_once(
         assert {"request", "ack"} <= set(deaf.lost)
 
 
-def test_a_blocking_read_leaves_the_list_and_its_end_as_they_were(asked: ReleaseQueue) -> None:
-    asked.ask("x")
-    asked.enqueue("a")
-    asked.leases.wait("x", 1)
-    assert asked.list_of("x") == [""]
-    assert 0 < asked.redis.pttl(asked.key("awaiter:x")) <= 10_000
+def test_a_blocking_read_leaves_the_list_and_its_expiry_unchanged(on_request: ReleaseQueue) -> None:
+    on_request.ask("x")
+    on_request.enqueue("a")
+    on_request.leases.wait("x", 1)
+    assert on_request.list_of("x") == [""]
+    assert 0 < on_request.redis.pttl(on_request.key("awaiter:x")) <= 10_000
 
 
 @pytest.mark.fault("zombie")
-def test_a_frozen_awaiter_that_wakes_after_its_lease_cannot_end_what_another_has(queue: ReleaseQueue) -> None:
+def test_a_frozen_awaiter_cannot_acknowledge_its_item_after_another_got_it(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("frozen")
     queue.attempt()
@@ -208,7 +208,7 @@ def test_a_frozen_awaiter_that_wakes_after_its_lease_cannot_end_what_another_has
     queue.ack("other", new)
 
 
-def test_an_item_of_the_lane_that_lapses_goes_back_to_its_lane_and_that_is_no_try(queue: ReleaseQueue) -> None:
+def test_a_lapsed_item_of_the_retry_lane_goes_back_there_uncounted(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     for _ in range(3):
         queue.attempt()
@@ -223,7 +223,7 @@ def test_an_item_of_the_lane_that_lapses_goes_back_to_its_lane_and_that_is_no_tr
     assert queue.attempt("retry").leased
 
 
-def test_an_item_that_is_updated_in_somebodys_hands_comes_back_new(queue: ReleaseQueue) -> None:
+def test_an_item_updated_while_leased_comes_back_with_the_new_data(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.attempt()
     queue.ask("x")
@@ -235,25 +235,23 @@ def test_an_item_that_is_updated_in_somebodys_hands_comes_back_new(queue: Releas
     assert queue.state().waiting == {1: ["a"]}
 
 
-def test_a_fence_that_is_ahead_of_the_clock_makes_no_time_that_is_negative(asked: ReleaseQueue) -> None:
-    asked.redis.hset(asked.key("counts"), "fence", (now_ms(asked) + HOUR_MS) * 1000)
-    asked.enqueue("a")
-    asked.ack("x", asked.ask("x"))
-    assert [event.micros for event in asked.events() if event.verb == "released"] == [0]
+def test_a_fence_ahead_of_the_clock_gives_no_negative_duration(on_request: ReleaseQueue) -> None:
+    on_request.redis.hset(on_request.key("counts"), "fence", (now_ms(on_request) + HOUR_MS) * 1000)
+    on_request.enqueue("a")
+    on_request.ack("x", on_request.ask("x"))
+    assert [event.micros for event in on_request.events() if event.verb == "released"] == [0]
 
 
 @pytest.mark.parametrize("verb", ["await", "ack", "unawait", "promote"])
-def test_every_call_about_a_queue_that_is_gone_says_so_and_leaves_nothing_behind(
-    asked: ReleaseQueue, verb: str
-) -> None:
-    asked.registry.delete("q", force=True)
-    before = sorted(asked.redis.keys())
+def test_every_call_about_a_deleted_queue_fails_and_leaves_nothing_behind(on_request: ReleaseQueue, verb: str) -> None:
+    on_request.registry.delete("q", force=True)
+    before = sorted(on_request.redis.keys())
     arguments = {"await": ("x", "", "on_request", "", 1, "-"), "ack": ("x", "a", 1), "unawait": ("x",), "promote": ()}
-    assert asked.link.run(script(verb), asked.base, *arguments[verb]) == [NO_QUEUE]
-    assert sorted(asked.redis.keys()) == before
+    assert on_request.link.run(script(verb), on_request.base, *arguments[verb]) == [NO_QUEUE]
+    assert sorted(on_request.redis.keys()) == before
 
 
-def test_a_lease_that_has_lapsed_is_gone(queue: ReleaseQueue) -> None:
+def test_a_lapsed_lease_is_removed(queue: ReleaseQueue) -> None:
     queue.enqueue("a")
     queue.ask("x")
     queue.attempt()
@@ -262,22 +260,22 @@ def test_a_lease_that_has_lapsed_is_gone(queue: ReleaseQueue) -> None:
     assert queue.redis.exists(queue.key("leases")) == 0
 
 
-def test_a_lease_of_what_nobody_holds_is_forgotten(queue: ReleaseQueue) -> None:
+def test_a_lease_without_an_owner_is_removed(queue: ReleaseQueue) -> None:
     queue.redis.zadd(queue.key("leases"), {"gone": 1})
     assert queue.promote() is None
 
 
-def test_an_item_that_was_removed_can_be_had_again_after_a_lost_reply(asked: ReleaseQueue) -> None:
-    asked.enqueue("a")
-    lease = asked.ask("x")
-    asked.producer.remove("a")
-    assert asked.ask("x") == lease
+def test_a_removed_item_is_returned_again_after_a_lost_reply(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a")
+    lease = on_request.ask("x")
+    on_request.producer.remove("a")
+    assert on_request.ask("x") == lease
 
 
-def test_a_queue_that_is_made_again_has_nobodys_leases_and_awaits_nobody(asked: ReleaseQueue) -> None:
-    asked.enqueue("a", "b")
-    asked.ask("x", "a")
-    asked.ask("y", "another")
-    asked.registry.delete("q", force=True)
-    left = [key.decode().removeprefix(f"{asked.base}:") for key in asked.redis.keys(f"{asked.base}:*")]
+def test_a_queue_created_again_has_no_leases_and_no_awaiters(on_request: ReleaseQueue) -> None:
+    on_request.enqueue("a", "b")
+    on_request.ask("x", "a")
+    on_request.ask("y", "another")
+    on_request.registry.delete("q", force=True)
+    left = [key.decode().removeprefix(f"{on_request.base}:") for key in on_request.redis.keys(f"{on_request.base}:*")]
     assert not {"awaiters", "awaiting", "leases", "expiries"} & set(left)

@@ -1,4 +1,4 @@
-"""Done jobs that are kept: with which result, for how long, and how they are forgotten."""
+"""Results of done jobs: what is kept, for how long, and how it is dropped."""
 
 import re
 from collections.abc import Iterator
@@ -25,14 +25,14 @@ def queue(redis_url: str) -> Iterator[OneQueue]:
 
 
 def run(queue: OneQueue, worker: HandWorker, ids: str, result: str = "1") -> None:
-    """These are enqueued and done, in one turn."""
+    """Enqueues these jobs and settles them as done in one turn."""
     queue.enqueue(*ids)
     worker.turn(want=len(ids))
     worker.turn(done=ids, results=dict.fromkeys(ids, result))
 
 
 def kept(queue: OneQueue) -> list[str]:
-    """In the order in which they will be forgotten; both keys agree."""
+    """Returns the kept ids, oldest first; checks that both keys agree."""
     ids = [job_id.decode() for job_id in queue.redis.zrange(queue.key("done"), 0, -1)]
     assert set(ids) == set(queue.hash("done:jobs"))
     return ids
@@ -60,13 +60,13 @@ def test_a_done_job_is_shown_with_its_record_and_its_result(queue: OneQueue) -> 
     assert (job["fence"], job["run_seconds"], job["progress"]) == (int(worker.fence), 7e-6, None)
     assert abs(job["ended_at"] - queue.redis.time()[0]) < 60
     assert "result_error" not in job
-    assert queue.state().jobs == set(), "it is no live job"
+    assert queue.state().jobs == set(), "it is not a live job"
     counts = queue.inspector.counts()
     assert (counts.kept, counts.done, counts.waiting) == (1, 1, 0)
     assert why(queue.link, DEFAULT_PREFIX, "q", "a") == ("done", f"it was done at {show_time(job['ended_at'])}")
 
 
-def test_a_queue_that_keeps_nothing_keeps_nothing(queue: OneQueue) -> None:
+def test_without_keep_done_no_result_is_kept(queue: OneQueue) -> None:
     queue.registry.configure("q", {"keep_done_ms": 0}, {})
     run(queue, queue.worker(), "a")
     assert kept(queue) == []
@@ -74,7 +74,7 @@ def test_a_queue_that_keeps_nothing_keeps_nothing(queue: OneQueue) -> None:
         queue.inspector.job("a")
 
 
-def test_a_turn_tells_how_long_a_result_may_be(queue: OneQueue) -> None:
+def test_a_turn_returns_the_maximum_size_of_a_result(queue: OneQueue) -> None:
     queue.registry.configure("q", {"max_data": 77}, {})
     worker = queue.worker()
     assert worker.whole_turn().limits.max_result_bytes == 77
@@ -82,7 +82,7 @@ def test_a_turn_tells_how_long_a_result_may_be(queue: OneQueue) -> None:
     assert worker.whole_turn().limits.max_result_bytes == 0
 
 
-def test_each_result_belongs_to_its_job_whatever_else_is_settled_with_it(queue: OneQueue) -> None:
+def test_each_result_belongs_to_its_job_in_a_mixed_settle(queue: OneQueue) -> None:
     queue.enqueue(*"abcdef")
     worker = queue.worker()
     worker.turn(want=6)
@@ -94,7 +94,7 @@ def test_each_result_belongs_to_its_job_whatever_else_is_settled_with_it(queue: 
     assert kept(queue) == list("abcd")
 
 
-def test_a_refused_job_before_it_does_not_give_it_its_result(queue: OneQueue) -> None:
+def test_a_refused_job_does_not_shift_the_results_of_the_next(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=2)
@@ -103,13 +103,13 @@ def test_a_refused_job_before_it_does_not_give_it_its_result(queue: OneQueue) ->
     assert shown(queue, "b", "result") == ("of b",)
 
 
-def test_why_there_is_no_result_is_shown(queue: OneQueue) -> None:
+def test_the_reason_for_a_missing_result_is_shown(queue: OneQueue) -> None:
     run(queue, queue.worker(), "a", "!it is a socket")
     assert shown(queue, "a", "state", "result_error") == ("done", "it is a socket")
     assert "result" not in queue.inspector.job("a")
 
 
-def test_a_result_longer_than_max_data_is_not_kept(queue: OneQueue) -> None:
+def test_a_result_larger_than_max_data_is_not_kept(queue: OneQueue) -> None:
     queue.registry.configure("q", {"max_data": 30}, {})
     worker = queue.worker()
     run(queue, worker, "a", '"' + 28 * "x" + '"')
@@ -120,7 +120,7 @@ def test_a_result_longer_than_max_data_is_not_kept(queue: OneQueue) -> None:
     assert shown(queue, "c", "result_error") == ("a reason may be as long as it is",)
 
 
-def test_a_refused_settling_keeps_nothing(queue: OneQueue) -> None:
+def test_a_refused_settle_keeps_no_result(queue: OneQueue) -> None:
     queue.enqueue("a")
     first, second = queue.worker("w1"), queue.worker("w2")
     first.turn(want=1)
@@ -132,7 +132,7 @@ def test_a_refused_settling_keeps_nothing(queue: OneQueue) -> None:
     assert shown(queue, "a", "result", "stall_count") == ("right", 1)
 
 
-def test_the_attempts_before_are_kept_with_it(queue: OneQueue) -> None:
+def test_earlier_attempts_are_kept_with_the_result(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=2)
@@ -150,14 +150,14 @@ def test_the_attempts_before_are_kept_with_it(queue: OneQueue) -> None:
     assert not queue.redis.exists(queue.key("attempts"))
 
 
-def test_the_last_one_of_an_id_that_was_done_replaces_the_one_before(queue: OneQueue) -> None:
+def test_a_newer_result_of_an_id_replaces_the_older_one(queue: OneQueue) -> None:
     worker = queue.worker()
     run(queue, worker, "a", '"first"')
     run(queue, worker, "a", '"second"')
     assert (kept(queue), shown(queue, "a", "result")) == (["a"], ("second",))
 
 
-def test_a_live_job_of_that_id_is_shown_first_and_the_last_end_after_it(queue: OneQueue) -> None:
+def test_a_live_job_of_the_id_is_shown_before_the_last_result(queue: OneQueue) -> None:
     worker = queue.worker()
     run(queue, worker, "a", '"first"')
     queue.enqueue("a")
@@ -170,7 +170,7 @@ def test_a_live_job_of_that_id_is_shown_first_and_the_last_end_after_it(queue: O
     assert shown(queue, "a", "state", "result") == ("done", "second")
 
 
-def test_a_running_job_that_was_removed_is_not_kept(queue: OneQueue) -> None:
+def test_the_result_of_a_removed_job_is_not_kept(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=2)
@@ -179,7 +179,7 @@ def test_a_running_job_that_was_removed_is_not_kept(queue: OneQueue) -> None:
     assert kept(queue) == ["b"]
 
 
-def test_a_done_job_without_its_record_is_settled(queue: OneQueue) -> None:
+def test_a_done_job_without_a_record_is_settled(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)
@@ -189,7 +189,7 @@ def test_a_done_job_without_its_record_is_settled(queue: OneQueue) -> None:
     assert queue.state().active == {}
 
 
-def test_what_a_dead_worker_ran_is_done_and_its_result_lost(queue: OneQueue) -> None:
+def test_jobs_finished_by_a_dead_worker_are_done_without_a_result(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=2)
@@ -198,7 +198,7 @@ def test_what_a_dead_worker_ran_is_done_and_its_result_lost(queue: OneQueue) -> 
     assert shown(queue, "b", "state") == ("waiting",)
 
 
-def test_never_more_than_done_max_are_kept_and_the_oldest_go_first(queue: OneQueue) -> None:
+def test_at_most_done_max_results_are_kept_and_the_oldest_go_first(queue: OneQueue) -> None:
     queue.registry.configure("q", {"done_max": 3}, {})
     worker = queue.worker()
     run(queue, worker, "abc")
@@ -211,18 +211,18 @@ def test_never_more_than_done_max_are_kept_and_the_oldest_go_first(queue: OneQue
 
 
 def why_unknown(queue: OneQueue, job_id: str) -> str:
-    """What is said of a job that is not there."""
+    """Returns the error text for a missing job."""
     with pytest.raises(UnknownJob) as looked_up:
         queue.inspector.job(job_id)
-    _, _, told = str(looked_up.value).partition("is not kept: ")
+    _, _, reason = str(looked_up.value).partition("is not kept: ")
     waiter = ResultWaiter(queue.link, DEFAULT_PREFIX, queue.name, job_id)
     with pytest.raises(UnknownJob) as waited:
         wait_for_result(waiter, 0)
-    assert str(waited.value).endswith(told)
-    return told
+    assert str(waited.value).endswith(reason)
+    return reason
 
 
-def test_a_result_that_done_max_has_dropped_says_so_and_how_to_keep_more(queue: OneQueue) -> None:
+def test_a_result_dropped_by_done_max_is_explained_with_how_to_keep_more(queue: OneQueue) -> None:
     queue.registry.configure("q", {"done_max": 3}, {})
     run(queue, queue.worker(), "abcde")
     assert re.fullmatch(
@@ -237,13 +237,13 @@ def test_a_result_that_done_max_has_dropped_says_so_and_how_to_keep_more(queue: 
     )
 
 
-def test_a_queue_that_keeps_nothing_says_how_to_keep_results(queue: OneQueue) -> None:
+def test_a_queue_that_keeps_no_results_explains_how_to_keep_them(queue: OneQueue) -> None:
     queue.registry.configure("q", {"keep_done_ms": 0}, {})
     with pytest.raises(UnknownJob, match=r"its queue keeps no results; `forqctl set q keep_done=1h` keeps those"):
         queue.inspector.job("a")
 
 
-def test_a_queue_that_releases_does_not_speak_of_results(redis_url: str) -> None:
+def test_a_release_queue_does_not_mention_results(redis_url: str) -> None:
     with (
         one_queue(redis_url, "r", "on_request") as queue,
         pytest.raises(UnknownJob, match="a queue of mode on_request keeps no results"),
@@ -251,13 +251,13 @@ def test_a_queue_that_releases_does_not_speak_of_results(redis_url: str) -> None
         queue.inspector.job("a")
 
 
-def test_a_queue_made_before_there_was_done_max_keeps_some(queue: OneQueue) -> None:
+def test_a_queue_without_a_stored_done_max_uses_a_default(queue: OneQueue) -> None:
     queue.redis.hdel(queue.key("options"), "done_max")
     run(queue, queue.worker(), "a")
     assert kept(queue) == ["a"]
 
 
-def test_none_older_than_keep_done_is_kept_when_another_ends(queue: OneQueue) -> None:
+def test_results_older_than_keep_done_are_dropped_when_another_job_ends(queue: OneQueue) -> None:
     worker = queue.worker()
     run(queue, worker, "abc")
     age(queue, "a", "c")
@@ -266,7 +266,7 @@ def test_none_older_than_keep_done_is_kept_when_another_ends(queue: OneQueue) ->
     assert kept(queue) == list("bd")
 
 
-def test_one_call_forgets_some_and_the_next_ones_the_rest(queue: OneQueue) -> None:
+def test_old_results_are_dropped_over_several_calls(queue: OneQueue) -> None:
     worker = queue.worker()
     old = {f"old{number:04}": number for number in range(1250)}
     queue.redis.zadd(queue.key("done"), old)
@@ -279,7 +279,7 @@ def test_one_call_forgets_some_and_the_next_ones_the_rest(queue: OneQueue) -> No
     assert kept(queue) == [*list(old)[1200:], "a"]
     queue.registry.configure("q", {"done_max": 20}, {})
     run(queue, worker, "b")
-    assert kept(queue) == ["a", "b"], "too many, and too old"
+    assert kept(queue) == ["a", "b"], "too many or too old were kept"
 
 
 def test_a_lower_done_max_is_reached_in_bounded_steps(queue: OneQueue) -> None:
@@ -295,7 +295,7 @@ def test_a_lower_done_max_is_reached_in_bounded_steps(queue: OneQueue) -> None:
 
 
 @pytest.mark.parametrize("by", ["heartbeat", "promote"])
-def test_what_is_too_old_is_forgotten_while_nothing_ends(queue: OneQueue, by: str) -> None:
+def test_old_results_are_dropped_even_if_no_job_ends(queue: OneQueue, by: str) -> None:
     run(queue, queue.worker(), "ab")
     age(queue, "a")
     recovery = queue.recovery()
@@ -306,7 +306,7 @@ def test_what_is_too_old_is_forgotten_while_nothing_ends(queue: OneQueue, by: st
     assert kept(queue) == ["b"]
 
 
-def test_turned_off_everything_is_forgotten_by_one_heartbeat(queue: OneQueue) -> None:
+def test_turning_keep_done_off_drops_all_results_with_one_heartbeat(queue: OneQueue) -> None:
     run(queue, queue.worker(), "abc")
     many = {f"old{number:04}": number for number in range(1500)}
     queue.redis.zadd(queue.key("done"), many)
@@ -317,7 +317,7 @@ def test_turned_off_everything_is_forgotten_by_one_heartbeat(queue: OneQueue) ->
     assert kept(queue) == []
 
 
-def test_pages_of_done_jobs_have_the_last_one_first(queue: OneQueue) -> None:
+def test_pages_of_done_jobs_list_the_newest_first(queue: OneQueue) -> None:
     worker = queue.worker()
     for number, job_id in enumerate("abcde"):
         run(queue, worker, job_id)
@@ -327,10 +327,10 @@ def test_pages_of_done_jobs_have_the_last_one_first(queue: OneQueue) -> None:
     assert first.jobs[0] == {"id": "e", "identifier": "e", "state": "done"}
     second = queue.inspector.jobs("done", limit=3, after=first.next)
     assert ([job["id"] for job in second.jobs], second.next) == (["b", "a"], None)
-    assert queue.inspector.jobs().jobs == [], "without a state only live ones are listed"
+    assert queue.inspector.jobs().jobs == [], "without a state only live jobs are listed"
 
 
-def test_a_broken_entry_is_shown_as_far_as_it_goes(queue: OneQueue) -> None:
+def test_an_invalid_entry_is_shown_as_far_as_possible(queue: OneQueue) -> None:
     run(queue, queue.worker(), "a")
     queue.redis.hset(queue.key("done:jobs"), "a", "nonsense")
     job = queue.inspector.job("a")
@@ -340,13 +340,13 @@ def test_a_broken_entry_is_shown_as_far_as_it_goes(queue: OneQueue) -> None:
     assert "not JSON" in queue.inspector.job("a")["result_error"]
 
 
-def test_deleting_a_queue_takes_its_done_jobs_and_they_do_not_hinder_it(queue: OneQueue) -> None:
+def test_deleting_a_queue_deletes_its_results_and_needs_no_force_for_them(queue: OneQueue) -> None:
     run(queue, queue.worker(), "a")
     assert queue.registry.delete("q", force=False) == 0
     assert not queue.redis.exists(queue.key("done"), queue.key("done:jobs"))
 
 
-def test_a_fail_queue_keeps_nothing(redis_url: str) -> None:
+def test_a_fail_queue_keeps_no_results(redis_url: str) -> None:
     with one_queue(redis_url, keep_done_ms=HOUR_MS, fail_handler=1) as queue:
         queue.enqueue("a")
         worker = queue.worker()
@@ -356,11 +356,11 @@ def test_a_fail_queue_keeps_nothing(redis_url: str) -> None:
         assert queue.redis.hget(f"{base}:options", "keep_done_ms") in (None, b"0")
 
 
-# A rescue: only the worker has the results of what it ran.
+# Rescue: only the worker has the results of its finished jobs.
 
 
-def held_up(queue: OneQueue) -> HandWorker:
-    """A worker that has run a and b of abcde, and is held up by c."""
+def slow_worker(queue: OneQueue) -> HandWorker:
+    """Returns a worker that has finished a and b of abcde and is slow with c."""
     queue.enqueue(*"abcde")
     worker = queue.worker()
     worker.turn(want=5)
@@ -368,8 +368,8 @@ def held_up(queue: OneQueue) -> HandWorker:
     return worker
 
 
-def test_what_ran_before_a_slow_job_stays_with_its_worker_until_its_turn(queue: OneQueue) -> None:
-    worker = held_up(queue)
+def test_jobs_finished_before_a_slow_job_stay_with_their_worker_until_its_next_turn(queue: OneQueue) -> None:
+    worker = slow_worker(queue)
     state = queue.state()
     assert (state.waiting, state.processing) == ({5: ["d", "e"]}, {"w1": ["a", "b", "c"]})
     assert set(state.active) == set("abc")
@@ -380,27 +380,27 @@ def test_what_ran_before_a_slow_job_stays_with_its_worker_until_its_turn(queue: 
 
 
 def test_a_second_rescue_of_the_same_position_changes_nothing(queue: OneQueue) -> None:
-    worker = held_up(queue)
+    worker = slow_worker(queue)
     before = queue.state()
     assert queue.rescue(worker, 2) == 0
     assert queue.state() == before
 
 
-def test_a_worker_that_dies_after_a_rescue_has_done_what_it_ran(queue: OneQueue) -> None:
-    worker = held_up(queue)
+def test_jobs_finished_by_a_worker_that_dies_after_a_rescue_are_done(queue: OneQueue) -> None:
+    worker = slow_worker(queue)
     queue.recover(worker, 2, running=True)
     assert [queue.inspector.job(job_id)["state"] for job_id in "abc"] == ["done", "done", "waiting"]
     assert (queue.stall_count("c"), kept(queue)) == (1, ["a", "b"])
 
 
-def test_a_worker_that_has_moved_on_after_a_rescue_and_dies_has_done_the_slow_one_too(queue: OneQueue) -> None:
-    worker = held_up(queue)
+def test_the_slow_job_is_done_too_if_the_worker_moved_on_after_the_rescue_and_died(queue: OneQueue) -> None:
+    worker = slow_worker(queue)
     queue.recover(worker, 3)
     assert kept(queue) == ["a", "b", "c"]
     assert queue.state().waiting == {5: ["d", "e"]}
 
 
-def test_a_stale_hint_of_a_job_that_ran_does_not_give_it_away(queue: OneQueue) -> None:
+def test_a_stale_hint_of_a_finished_job_does_not_return_it(queue: OneQueue) -> None:
     queue.enqueue(*"abc")
     worker = queue.worker()
     worker.turn(want=3)
@@ -413,9 +413,9 @@ def test_a_stale_hint_of_a_job_that_ran_does_not_give_it_away(queue: OneQueue) -
     assert set(state.active) == {"a", "b"}
 
 
-def test_a_queue_that_keeps_nothing_settles_what_ran_when_it_is_rescued(queue: OneQueue) -> None:
+def test_without_keep_done_a_rescue_settles_finished_jobs(queue: OneQueue) -> None:
     queue.registry.configure("q", {"keep_done_ms": 0}, {})
-    held_up(queue)
+    slow_worker(queue)
     assert queue.state().processing == {"w1": ["c"]}
 
 
@@ -429,7 +429,7 @@ def external(redis_url: str) -> Iterator[ExternalQueue]:
     queue.close()
 
 
-def test_an_external_worker_gives_its_result_with_its_finish(external: ExternalQueue) -> None:
+def test_an_external_worker_sends_its_result_with_finish(external: ExternalQueue) -> None:
     external.enqueue("a", "b")
     external.work()
     for _ in range(2):
@@ -449,7 +449,7 @@ def test_a_long_result_of_an_external_worker_is_not_kept(external: ExternalQueue
     assert shown(external, "a", "state", "result_error") == ("done", "it is longer than max_data = 30 bytes")
 
 
-def test_a_bridge_that_knows_of_no_results_can_still_finish(external: ExternalQueue) -> None:
+def test_a_bridge_without_support_for_results_can_still_finish(external: ExternalQueue) -> None:
     external.enqueue("a")
     external.work()
     fence = external.inspector.job("a")["fence"]

@@ -1,4 +1,4 @@
-"""A failed attempt: when the job is tried again, and when it is not."""
+"""Failed attempts: when the job is retried, and when it is dead."""
 
 import json
 import time
@@ -21,7 +21,7 @@ def fail(
 
 
 def claim_and_fail(queue: OneQueue, worker: HandWorker, job_id: str, **how: object) -> float:
-    """How long the job has to wait for its next attempt, in seconds."""
+    """Returns the seconds until the next attempt."""
     assert worker.turn(want=1) == [job_id]
     fail(worker, job_id, **how)  # type: ignore[arg-type]
     due = queue.redis.zscore(queue.key("scheduled"), job_id)
@@ -65,7 +65,7 @@ def test_a_retried_job_is_scheduled_and_then_waits_again(redis_url: str) -> None
 
 
 @pytest.mark.spec("Q35", "M13")
-def test_used_up_retries_end_in_dead_with_every_attempt(redis_url: str) -> None:
+def test_a_job_without_retries_left_is_dead_with_all_its_attempts(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=2, min_backoff_ms=0, max_backoff_ms=0) as queue:
         worker = queue.worker()
         queue.enqueue("a")
@@ -81,7 +81,7 @@ def test_used_up_retries_end_in_dead_with_every_attempt(redis_url: str) -> None:
 
 
 @pytest.mark.spec("Q35")
-def test_a_permanent_failure_is_not_tried_again(redis_url: str) -> None:
+def test_a_permanent_failure_is_not_retried(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=10) as queue:
         worker = queue.worker()
         queue.enqueue("a")
@@ -90,7 +90,7 @@ def test_a_permanent_failure_is_not_tried_again(redis_url: str) -> None:
 
 
 @pytest.mark.spec("Q37")
-def test_the_handler_s_own_time_comes_before_the_backoff(redis_url: str) -> None:
+def test_the_retry_time_of_the_handler_overrides_the_backoff(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=10) as queue:
         worker = queue.worker()
         queue.enqueue("a", "b")
@@ -109,7 +109,7 @@ def test_jitter_spreads_the_waits(redis_url: str, chance: float, wait: float) ->
 
 
 @pytest.mark.spec("Q9", "M3")
-def test_a_change_of_options_applies_to_what_is_already_in_the_queue(redis_url: str) -> None:
+def test_changed_options_apply_to_jobs_already_in_the_queue(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=10, min_backoff_ms=0, max_backoff_ms=0) as queue:
         worker = queue.worker()
         queue.enqueue("a")
@@ -131,7 +131,7 @@ def test_only_the_last_ten_attempts_are_kept(redis_url: str) -> None:
         assert queue.hash("attempts") == {}
 
 
-def test_a_stalled_and_an_interrupted_attempt_are_told_with_their_cause(queue: OneQueue) -> None:
+def test_stalled_and_interrupted_attempts_are_stored_with_their_cause(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a")
     worker.turn(want=1)
@@ -155,7 +155,7 @@ def test_cancel_takes_a_scheduled_job(redis_url: str) -> None:
         assert (queue.hash("attempts"), queue.inspector.counts().scheduled) == ({}, 0)
 
 
-def test_what_is_due_at_the_same_time_keeps_its_order(redis_url: str) -> None:
+def test_jobs_due_at_the_same_time_keep_their_order(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=3) as queue:
         worker = queue.worker()
         ids = [chr(ord("z") - n) for n in range(20)]

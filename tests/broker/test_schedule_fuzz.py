@@ -1,5 +1,5 @@
-"""Schedules of all kinds under several pulses that look, wait, fire, repeat and are late, by chance: every tick ends in
-one of the three counts, every run is one job."""
+"""Random schedules with several pulses that check, wait, fire, repeat and are late: every tick ends in exactly one of
+the three counts, and every run is one job."""
 
 import os
 import random
@@ -17,12 +17,12 @@ from tests.support.models.journal_replay import Replay
 from tests.support.thorough import examples
 
 STEPS = int(os.environ.get("FORQ_TEST_STEPS", examples(500, 1500)))
-# Shorter than users may ask for: the server's time cannot be made to pass.
+# Shorter than users may set, because a test cannot advance the server's clock.
 EVERY_MS = (2, 3, 7, 20)
 
 
 class Pulses:
-    """Three hands that each hold what they were told, and the schedules as they were set."""
+    """Three pulses with the ticks each has read, and the schedules as they were set."""
 
     def __init__(self, queue: OneQueue, seed: int) -> None:
         self.chance = random.Random(seed)
@@ -57,12 +57,12 @@ class Pulses:
         if self.held[number]:
             tick, now_ms = self.chance.choice(self.held[number])
             fired = self.rig.fire(tick, now_ms)
-            assert self.rig.fire(tick, now_ms) is False, "a reply that was lost, and the call repeated"
+            assert self.rig.fire(tick, now_ms) is False, "the call is repeated after a lost reply"
             if fired or self.chance.random() < 0.5:
                 self.held[number].remove((tick, now_ms))
 
     def set_again(self) -> None:
-        """The same, or another policy with the same rule: ticks and counts go on."""
+        """Sets the same definition, or another policy with the same rule; ticks and counts continue."""
         key = self.chance.choice(list(self.schedules))
         first_ms = self.first_ms[key]
         if self.chance.random() < 0.5:
@@ -115,5 +115,5 @@ def test_every_tick_is_run_skipped_or_missed_and_each_run_is_one_job(queue: OneQ
     assert sum(born.values()) == runs + pulses.triggered
     assert max(count for job, count in born.items() if job and job.count(":") > 1) == 1, "one job per tick"
     journal = Replay().read_all(queue.entries())
-    assert set(journal.ready) | set(journal.active) == queue.state().jobs, "the journal tells of all of them"
+    assert set(journal.ready) | set(journal.active) == queue.state().jobs, "the journal has all jobs"
     pulses.close()

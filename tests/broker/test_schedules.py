@@ -1,4 +1,4 @@
-"""Schedules in Redis: set, dropped, fired, triggered; each call repeated, in the middle of others, and too early."""
+"""Schedules in Redis: set, drop, fire and trigger; each call repeated, interleaved with others, and too early."""
 
 import random
 import threading
@@ -46,7 +46,7 @@ def server_ms(rig: ScheduleRig) -> int:
 
 
 @pytest.mark.spec("M11")
-def test_an_interval_begins_at_once_and_its_job_is_what_the_schedule_says(rig: ScheduleRig) -> None:
+def test_an_interval_fires_at_once_and_its_job_matches_the_schedule(rig: ScheduleRig) -> None:
     before = server_ms(rig)
     tick_ms = rig.set(data={"n": [1, None, "\u00e4\n"]}, priority=3, type="t", overlap="queue")
     assert before <= tick_ms <= server_ms(rig)
@@ -57,13 +57,13 @@ def test_an_interval_begins_at_once_and_its_job_is_what_the_schedule_says(rig: S
     assert job["identifier"].endswith("+00:00")
     assert rig.queue.journal_events() == [("enqueued", f"schedule:k:{tick_ms}")]
     assert rig.queue.pending(3) == [f"schedule:k:{tick_ms}"]
-    assert rig.waiting() == [""], "a worker that blocks on the list of priority 5 is woken"
+    assert rig.waiting() == [""], "a worker blocked on the list of priority 5 is woken"
     assert rig.next_ms() == tick_ms + HOUR_MS
     assert rig.counts() == (1, 0, 0)
 
 
 @pytest.mark.spec("M11")
-def test_a_cron_rule_begins_with_its_first_time(rig: ScheduleRig) -> None:
+def test_a_cron_rule_starts_at_its_first_time(rig: ScheduleRig) -> None:
     tick_ms = rig.set(cron="*/5 * * * *", zone="Europe/Berlin")
     assert tick_ms % 300_000 == 0
     assert 0 < tick_ms - server_ms(rig) <= 300_000
@@ -84,7 +84,7 @@ def test_the_same_definition_again_changes_nothing(rig: ScheduleRig) -> None:
     listener.close()
 
 
-def test_pulse_is_told_of_a_new_schedule(rig: ScheduleRig) -> None:
+def test_a_new_schedule_is_published_to_pulse(rig: ScheduleRig) -> None:
     listener = rig.redis.pubsub(ignore_subscribe_messages=True)
     listener.subscribe(rig.queue.channel("due"))
     listener.get_message(timeout=1)
@@ -92,7 +92,7 @@ def test_pulse_is_told_of_a_new_schedule(rig: ScheduleRig) -> None:
     assert listener.get_message(timeout=1)["data"] == b"0"
     tick_ms = rig.set("c", cron="0 0 * * *")
     assert int(listener.get_message(timeout=1)["data"]) == pytest.approx(tick_ms - server_ms(rig), abs=500)
-    # A clock that is ahead, or a call that took long: what is over is due now.
+    # A fast clock or a slow call: a time in the past is due now.
     args = (PROTOCOL, "late", "{}\n{}\n1", "", server_ms(rig) - 5000)
     assert rig.queue.link.run(script("set_schedule"), rig.queue.base, *args)[0] == 1
     assert listener.get_message(timeout=1)["data"] == b"0"
@@ -110,14 +110,14 @@ def test_other_data_keeps_the_next_tick_and_the_counts(rig: ScheduleRig) -> None
     assert rig.queue.inspector.job(f"schedule:k:{tick_ms}")["data"] == 2
 
 
-def test_another_interval_counts_from_the_last_run(rig: ScheduleRig) -> None:
+def test_a_changed_interval_counts_from_the_last_run(rig: ScheduleRig) -> None:
     first = rig.set()
     rig.promote()
     assert rig.set(every="2h") == first + 2 * HOUR_MS
     assert rig.set(every="100ms") == pytest.approx(first + 100, abs=2000)
 
 
-def test_another_interval_is_due_at_once_if_it_never_ran_or_its_time_is_over(rig: ScheduleRig) -> None:
+def test_a_changed_interval_is_due_at_once_if_it_never_ran_or_is_overdue(rig: ScheduleRig) -> None:
     rig.set("c", cron="0 0 1 1 *")
     assert rig.set("c", every="1h") == pytest.approx(server_ms(rig), abs=500)
     rig.set()
@@ -127,20 +127,20 @@ def test_another_interval_is_due_at_once_if_it_never_ran_or_its_time_is_over(rig
     assert rig.set(every="2h") == pytest.approx(server_ms(rig), abs=500)
 
 
-def test_another_cron_rule_has_its_own_next_tick(rig: ScheduleRig) -> None:
+def test_a_changed_cron_rule_has_a_new_next_tick(rig: ScheduleRig) -> None:
     rig.set(cron="0 0 1 1 *")
     tick_ms = rig.set(cron="* * * * *")
     assert 0 < tick_ms - server_ms(rig) <= 60_000
     assert rig.set(cron="* * * * *", zone="Asia/Kathmandu") >= tick_ms
 
 
-def test_a_rule_that_had_ended_is_computed_anew(rig: ScheduleRig) -> None:
+def test_a_rule_that_had_ended_gets_a_new_next_tick(rig: ScheduleRig) -> None:
     rig.set(cron="* * * * *")
     rig.redis.zrem(rig.queue.key("schedules:next"), "k")
     assert rig.set(cron="* * * * *") == rig.next_ms()
 
 
-def test_as_many_schedules_as_are_allowed(rig: ScheduleRig) -> None:
+def test_schedules_beyond_the_limit_are_refused(rig: ScheduleRig) -> None:
     rig.set("last")
     rig.redis.hset(rig.queue.key("schedules"), mapping={f"s{n}": "x" for n in range(999)})
     with pytest.raises(TooManySchedules, match="has 1000 schedules already"):
@@ -158,7 +158,7 @@ def test_data_that_is_too_large_is_refused(rig: ScheduleRig) -> None:
     rig.set(data="12345678")
 
 
-def test_what_is_asked_of_a_queue_that_is_not_there_is_refused(redis_url: str) -> None:
+def test_schedule_calls_for_an_unknown_queue_are_refused(redis_url: str) -> None:
     link = Link(redis_url)
     schedules = Schedules(link, DEFAULT_PREFIX, "none")
     schedule = Schedule.from_mapping("k", {"every": 60})
@@ -175,7 +175,7 @@ def test_what_is_asked_of_a_queue_that_is_not_there_is_refused(redis_url: str) -
     link.close()
 
 
-def test_a_client_of_another_protocol_cannot_set(rig: ScheduleRig) -> None:
+def test_a_client_of_another_protocol_cannot_set_a_schedule(rig: ScheduleRig) -> None:
     rig.queue.set_options(protocol=99)
     with pytest.raises(IncompatibleProtocol):
         rig.set()
@@ -206,19 +206,19 @@ def test_a_tick_of_a_dropped_schedule_is_not_fired(rig: ScheduleRig) -> None:
     assert rig.next_ms() is None
 
 
-def test_what_a_config_file_has_no_more_is_dropped_and_what_users_made_stays(rig: ScheduleRig) -> None:
+def test_schedules_removed_from_the_config_file_are_dropped_and_those_of_users_stay(rig: ScheduleRig) -> None:
     rig.set("mine")
     assert rig.schedules.apply_config({"a": {"every": "1h"}, "b": {"cron": "0 0 * * *"}}) == []
     next_ms = rig.next_ms("b")
     assert rig.schedules.apply_config({"b": {"cron": "0 0 * * *"}}) == ["a"]
     assert [(one["key"], one["origin"]) for one in rig.schedules.all()] == [("b", "config"), ("mine", "user")]
     assert rig.next_ms("b") == next_ms
-    # The file takes over one that a user has made, and lets go of it again.
+    # The file takes over a schedule created by a user and drops it again.
     rig.schedules.apply_config({"mine": {"every": "1h"}})
     assert rig.schedules.apply_config({}) == ["mine"]
 
 
-def test_one_that_was_changed_meanwhile_is_not_dropped_with_the_file(rig: ScheduleRig) -> None:
+def test_a_schedule_changed_by_a_user_is_not_dropped_with_the_file(rig: ScheduleRig) -> None:
     rig.set("k", origin=CONFIG)
     old = pack_schedule(Schedule.from_mapping("k", {"every": "1h"}, CONFIG))
     rig.set("k")
@@ -233,28 +233,28 @@ def test_a_deleted_queue_has_no_schedules(rig: ScheduleRig) -> None:
     assert [key for key in rig.redis.keys("*") if b"schedules" in key] == []
 
 
-# Ticker
+# Firing
 
 
 @pytest.mark.spec("M11")
 def test_a_tick_is_fired_once_however_often_it_is_tried(rig: ScheduleRig) -> None:
     tick_ms = rig.set(overlap="queue")
     (due,), now_ms = rig.due()
-    assert rig.due()[0] == [due], "whoever asks before it is fired is told the same"
+    assert rig.due()[0] == [due], "every caller before the fire gets the same tick"
     assert [rig.fire(due, now_ms) for _ in range(3)] == [True, False, False]
     assert rig.queue.journal_events() == [("enqueued", f"schedule:k:{tick_ms}")]
     assert rig.counts() == (1, 0, 0)
     assert rig.due()[0] == []
 
 
-def test_ticks_are_told_of_when_they_are_due(rig: ScheduleRig) -> None:
+def test_ticks_are_returned_when_they_are_due(rig: ScheduleRig) -> None:
     rig.set(cron="0 0 1 1 *")
     assert rig.due()[0] == []
     tick_ms = rig.pass_time((rig.next_ms() or 0) - server_ms(rig))
     assert [(due.key, due.tick_ms) for due in rig.due()[0]] == [("k", tick_ms)]
 
 
-def test_who_was_late_comes_back_for_the_next_tick(rig: ScheduleRig) -> None:
+def test_a_late_pulse_comes_back_for_the_next_tick(rig: ScheduleRig) -> None:
     rig.set()
     (due,), now_ms = rig.due()
     for expected in (True, False):
@@ -276,8 +276,8 @@ def test_a_plan_that_waited_for_an_hour_does_nothing(rig: ScheduleRig) -> None:
 
 
 @pytest.mark.spec("M11")
-def test_no_tick_is_fired_before_the_server_says_that_it_is_time(rig: ScheduleRig) -> None:
-    """Whatever the clock of who asks says."""
+def test_no_tick_is_fired_before_its_time_on_the_server(rig: ScheduleRig) -> None:
+    """Whatever the clock of the caller."""
     rig.set(cron="0 0 1 1 *")
     tick_ms = rig.next_ms()
     assert tick_ms is not None
@@ -285,9 +285,9 @@ def test_no_tick_is_fired_before_the_server_says_that_it_is_time(rig: ScheduleRi
     for now_ms in (tick_ms, tick_ms + 1000 * HOUR_MS):
         assert rig.fire(DueTick("k", tick_ms, head), now_ms) is False
     args = ("k", tick_ms, head, tick_ms + HOUR_MS, 1)
-    assert rig.queue.link.run(script("fire"), rig.queue.base, *args)[1] == 0, "not to be missed before its time either"
+    assert rig.queue.link.run(script("fire"), rig.queue.base, *args)[1] == 0, "nor is it missed before its time"
     assert rig.next_ms() == tick_ms
-    # Due, but with one after it that is not.
+    # Due, but the planned next tick is not.
     tick_ms = rig.pass_time(tick_ms - server_ms(rig) + 1000)
     more = ("k", tick_ms, head, tick_ms + 2 * HOUR_MS, 0, tick_ms, '"k"', 0, tick_ms + HOUR_MS, '"k"', 0)
     assert rig.queue.link.run(script("fire"), rig.queue.base, *more)[1] == 0
@@ -308,7 +308,7 @@ def test_a_plan_for_another_definition_is_refused(rig: ScheduleRig, change: dict
     assert rig.counts() == (1, 0, 0)
 
 
-def test_a_plan_for_other_data_holds_and_the_job_has_the_new(rig: ScheduleRig) -> None:
+def test_a_plan_made_before_a_data_change_is_valid_and_the_job_has_the_new_data(rig: ScheduleRig) -> None:
     rig.set(data="old")
     (due,), now_ms = rig.due()
     rig.set(data="new")
@@ -317,8 +317,8 @@ def test_a_plan_for_other_data_holds_and_the_job_has_the_new(rig: ScheduleRig) -
 
 
 @pytest.mark.spec("M11")
-def test_a_tick_is_skipped_while_the_job_before_it_is_unfinished(rig: ScheduleRig) -> None:
-    """Waiting, active, waiting for its retry; not when it is dead."""
+def test_a_tick_is_skipped_while_the_previous_job_is_unfinished(rig: ScheduleRig) -> None:
+    """While it is waiting, active or scheduled for a retry, but not when it is dead."""
     rig.queue.registry.configure("q", {"max_retries": 1, "min_backoff_ms": 60_000, "max_backoff_ms": 60_000}, {})
     worker = rig.queue.worker()
 
@@ -339,7 +339,7 @@ def test_a_tick_is_skipped_while_the_job_before_it_is_unfinished(rig: ScheduleRi
     worker.number += 1
     worker.consumer.turn(worker.number, [], failed, 0, 0)
     assert rig.queue.inspector.job("schedule:k")["state"] == "scheduled"
-    assert tick() == (1, 3, 0), "waits for its retry"
+    assert tick() == (1, 3, 0), "scheduled for its retry"
     rig.queue.producer.cancel("schedule:k")
     assert tick() == (2, 3, 0), "cancelled"
     worker.number += 1
@@ -351,7 +351,7 @@ def test_a_tick_is_skipped_while_the_job_before_it_is_unfinished(rig: ScheduleRi
     assert tick() == (3, 3, 0), "dead"
 
 
-def test_with_overlap_queue_each_tick_makes_its_job(rig: ScheduleRig) -> None:
+def test_with_overlap_queue_each_tick_creates_a_job(rig: ScheduleRig) -> None:
     rig.set(overlap="queue")
     rig.promote()
     first = rig.waiting()
@@ -362,7 +362,7 @@ def test_with_overlap_queue_each_tick_makes_its_job(rig: ScheduleRig) -> None:
     assert rig.counts() == (2, 0, 0)
 
 
-def test_a_paused_queue_has_ticks(rig: ScheduleRig) -> None:
+def test_ticks_of_a_paused_queue_are_fired(rig: ScheduleRig) -> None:
     rig.set()
     rig.queue.registry.pause("q", paused=True)
     rig.promote()
@@ -375,7 +375,7 @@ def test_a_paused_queue_has_ticks(rig: ScheduleRig) -> None:
     ("catch_up", "counts"), [("once", (1, 0, 4)), ("all", (5, 0, 0)), ("none", (0, 0, 5))], ids=lambda value: str(value)
 )
 @pytest.mark.spec("M11")
-def test_ticks_that_nobody_was_there_for(rig: ScheduleRig, catch_up: str, counts: tuple[int, int, int]) -> None:
+def test_missed_ticks_follow_the_catch_up_policy(rig: ScheduleRig, catch_up: str, counts: tuple[int, int, int]) -> None:
     rig.set(catch_up=catch_up, overlap="queue")
     tick_ms = rig.pass_time(4 * HOUR_MS + 5000)
     while rig.promote() == 0:
@@ -386,7 +386,7 @@ def test_ticks_that_nobody_was_there_for(rig: ScheduleRig, catch_up: str, counts
     assert rig.waiting() == newest
 
 
-def test_very_many_missed_ticks_are_made_up_for_in_several_calls(rig: ScheduleRig) -> None:
+def test_very_many_missed_ticks_are_caught_up_in_several_calls(rig: ScheduleRig) -> None:
     rig.set(catch_up="all", overlap="queue")
     tick_ms = rig.pass_time(1099 * HOUR_MS)
     calls = 1
@@ -397,7 +397,7 @@ def test_very_many_missed_ticks_are_made_up_for_in_several_calls(rig: ScheduleRi
     assert rig.waiting() == [f"schedule:k:{tick_ms + number * HOUR_MS}" for number in range(100, 1100)]
 
 
-def test_a_tick_that_the_queue_has_no_room_for_is_missed_and_counted(rig: ScheduleRig) -> None:
+def test_a_tick_of_a_full_queue_is_missed_and_counted(rig: ScheduleRig) -> None:
     rig.queue.registry.configure("q", {"max_items": 2}, {})
     rig.set(catch_up="all", overlap="queue")
     rig.pass_time(2 * HOUR_MS)
@@ -407,7 +407,7 @@ def test_a_tick_that_the_queue_has_no_room_for_is_missed_and_counted(rig: Schedu
     assert rig.promote() == pytest.approx(HOUR_MS, abs=2000)
 
 
-def test_what_is_blocked_counts_as_room_that_is_taken(rig: ScheduleRig) -> None:
+def test_blocked_jobs_count_towards_max_items_of_a_tick(rig: ScheduleRig) -> None:
     rig.queue.registry.configure("q", {"max_items": 2}, {})
     rig.queue.enqueue("a")
     rig.queue.worker().turn(want=1)
@@ -439,21 +439,21 @@ def test_a_schedule_without_a_next_tick_stays_and_is_never_due(rig: ScheduleRig)
 
 
 @pytest.mark.parametrize("mode", ["auto_release", "on_request"])
-def test_in_the_release_modes_a_tick_makes_an_item_that_grows_old(redis_url: str, mode: str) -> None:
+def test_in_the_release_modes_a_tick_creates_an_item_that_expires(redis_url: str, mode: str) -> None:
     with one_queue(redis_url, mode=mode, item_timeout_ms=60_000) as queue:
         rig = ScheduleRig(queue)
         rig.set(jitter="4m")
         (due,), now_ms = rig.due()
         rig.fire(due, now_ms)
         expires_ms = rig.redis.zscore(queue.key("expiries"), "schedule:k")
-        assert expires_ms == due.tick_ms + 60_000 + 60_000, "its age counts from its time"
+        assert expires_ms == due.tick_ms + 60_000 + 60_000, "its age counts from its run_at"
         rig.close()
 
 
-# When
+# Next time
 
 
-def test_promote_and_heartbeats_tell_when_the_next_tick_is(rig: ScheduleRig) -> None:
+def test_promote_and_heartbeats_return_the_time_of_the_next_tick(rig: ScheduleRig) -> None:
     rig.set()
     rig.promote()
     rig.pass_time(HOUR_MS - 10_000)
@@ -461,14 +461,14 @@ def test_promote_and_heartbeats_tell_when_the_next_tick_is(rig: ScheduleRig) -> 
     assert beat.due_ms == pytest.approx(10_000, abs=2000)
     assert rig.promote() == pytest.approx(10_000, abs=2000)
     rig.queue.producer.enqueue([new_job(1, run_in=5)])
-    assert rig.promote() == pytest.approx(5_000, abs=2000), "a job that is due before the tick"
+    assert rig.promote() == pytest.approx(5_000, abs=2000), "the job is due before the tick"
     rig.pass_time(8_000)
-    assert rig.promote() == pytest.approx(2_000, abs=1500), "a tick that is due before the job"
+    assert rig.promote() == pytest.approx(2_000, abs=1500), "the tick is due before the job"
     rig.pass_time(8_000)
     assert rig.queue.recovery().heartbeat("q", 15_000, []).due_ms == 0
 
 
-def test_a_tick_that_cannot_be_fired_holds_up_nobody_and_is_told_of_with_heartbeats(
+def test_a_tick_that_cannot_be_fired_blocks_no_others_and_is_reported_by_heartbeats(
     rig: ScheduleRig, caplog: pytest.LogCaptureFixture
 ) -> None:
     for key, definition in (
@@ -478,7 +478,7 @@ def test_a_tick_that_cannot_be_fired_holds_up_nobody_and_is_told_of_with_heartbe
         rig.redis.hset(rig.queue.key("schedules"), key, definition)
         rig.redis.zadd(rig.queue.key("schedules:next"), {key: 1})
     rig.set()
-    assert rig.promote() == pytest.approx(HOUR_MS, abs=2000), "what cannot be fired does not bring us back at once"
+    assert rig.promote() == pytest.approx(HOUR_MS, abs=2000), "a tick that cannot be fired causes no immediate retry"
     assert rig.counts() == (1, 0, 0)
     assert rig.queue.recovery().heartbeat("q", 15_000, []).due_ms == 0
     assert "schedule=a error=broken schedule definition" in caplog.text
@@ -505,14 +505,14 @@ def test_any_number_of_ticks_that_this_host_cannot_fire_hides_no_other_tick(
     recovery = rig.queue.recovery()
     assert recovery.promote(rig.queue.name) == pytest.approx(HOUR_MS, abs=5000)
     assert rig.counts("good") == (1, 0, 0)
-    assert {rig.next_ms(key) for key in broken} == {1}, "they stay due, for a host that can"
-    assert rig.due(refused=[*broken])[0] == [], "whoever says that he cannot fire them is not told of them again"
+    assert {rig.next_ms(key) for key in broken} == {1}, "they stay due for a host that can fire them"
+    assert rig.due(refused=[*broken])[0] == [], "ticks listed as refused are not returned again"
     assert caplog.text.count("cannot fire a tick") == 250
     recovery.promote(rig.queue.name)
-    assert caplog.text.count("cannot fire a tick") == 250, "the same is not logged again with each heartbeat"
+    assert caplog.text.count("cannot fire a tick") == 250, "each is logged once, not with every heartbeat"
     rig.redis.hset(rig.queue.key("schedules"), "broken7", pack_schedule(Schedule.from_mapping("k", {"every": "1h"})))
     recovery.promote(rig.queue.name)
-    assert rig.counts("broken7")[0] == 1, "one that was mended is fired by the next look"
+    assert rig.counts("broken7")[0] == 1, "a repaired schedule is fired by the next check"
 
 
 def test_a_tick_without_a_schedule_is_forgotten(rig: ScheduleRig) -> None:
@@ -521,7 +521,7 @@ def test_a_tick_without_a_schedule_is_forgotten(rig: ScheduleRig) -> None:
     assert rig.next_ms("lost") is None
 
 
-def test_many_ticks_of_one_moment_are_all_fired(rig: ScheduleRig) -> None:
+def test_many_ticks_due_at_once_are_all_fired(rig: ScheduleRig) -> None:
     for number in range(120):
         rig.set(f"s{number}")
     assert len(rig.due()[0]) == 100
@@ -543,7 +543,7 @@ def test_when_the_server_is_out_of_memory_the_tick_stays_due(rig: ScheduleRig) -
 # Triggering
 
 
-def test_trigger_makes_a_job_and_leaves_ticks_and_counts_alone(rig: ScheduleRig) -> None:
+def test_trigger_creates_a_job_and_leaves_ticks_and_counts_alone(rig: ScheduleRig) -> None:
     rig.set(data={"n": 1}, priority=2)
     rig.promote()
     rig.queue.producer.cancel("schedule:k")
@@ -552,7 +552,7 @@ def test_trigger_makes_a_job_and_leaves_ticks_and_counts_alone(rig: ScheduleRig)
     assert rig.schedules.trigger("k") == "schedule:k"
     job = rig.queue.inspector.job("schedule:k")
     assert (job["data"], job["identifier"], job["priority"]) == ({"n": 1}, "k triggered", 2)
-    assert rig.waiting().count("") == 1, "somebody is woken"
+    assert rig.waiting().count("") == 1, "a worker is woken"
     assert rig.queue.journal_events()[-1] == ("enqueued", "schedule:k")
     assert (rig.next_ms(), rig.counts()) == (next_ms, (1, 0, 0))
     with pytest.raises(Exists, match="is unfinished, and overlap is skip"):
@@ -562,14 +562,14 @@ def test_trigger_makes_a_job_and_leaves_ticks_and_counts_alone(rig: ScheduleRig)
     assert rig.counts() == (1, 1, 0), "a tick is skipped while a triggered job is unfinished"
 
 
-def test_trigger_with_overlap_queue_makes_a_job_each_time(rig: ScheduleRig) -> None:
+def test_trigger_with_overlap_queue_creates_a_job_each_time(rig: ScheduleRig) -> None:
     rig.set(overlap="queue", cron="0 0 1 1 *")
     ids = [rig.schedules.trigger("k") for _ in range(2)]
     assert len(set(ids)) == 2
     assert rig.waiting() == ids
 
 
-def test_trigger_is_refused_without_a_schedule_or_without_room(rig: ScheduleRig) -> None:
+def test_trigger_is_refused_for_an_unknown_schedule_or_a_full_queue(rig: ScheduleRig) -> None:
     with pytest.raises(UnknownSchedule):
         rig.schedules.trigger("k")
     rig.queue.registry.configure("q", {"max_items": 1}, {})
@@ -579,11 +579,11 @@ def test_trigger_is_refused_without_a_schedule_or_without_room(rig: ScheduleRig)
         rig.schedules.trigger("k")
 
 
-# Several at once
+# Several pulses
 
 
-def test_pulses_that_fire_at_once_make_one_job_per_tick(rig: ScheduleRig) -> None:
-    """Real time: a tick every 7 ms, four pulses that are slow between looking and firing, and repeat what they did."""
+def test_concurrent_pulses_create_one_job_per_tick(rig: ScheduleRig) -> None:
+    """In real time: a tick every 7 ms, and four pulses that pause between check and fire and repeat their calls."""
     schedule = Schedule("k", Every(7), None, 5, None, "queue", "all", 0, "user")
     first_ms = rig.schedules.set(schedule)
     until = time.monotonic() + 1.5
@@ -615,14 +615,14 @@ def test_pulses_that_fire_at_once_make_one_job_per_tick(rig: ScheduleRig) -> Non
     assert ticks == list(range(first_ms, next_ms, 7))
     assert rig.counts() == (len(ticks), 0, 0)
     assert len(ticks) > 100
-    assert sum(count > 0 for count in fired) > 1, f"more than one of them fired: {fired}"
+    assert sum(count > 0 for count in fired) > 1, f"only one pulse fired: {fired}"
 
 
 # The Python API
 
 
 @pytest.mark.spec("M11")
-def test_the_python_api(server: Server, queue: OneQueue) -> None:
+def test_the_python_api_sets_lists_triggers_and_ends_schedules(server: Server, queue: OneQueue) -> None:
     client = Client(queue.url)
     mine = client.queue("q")
     at = mine.schedule("night", cron="30 2 * * *", zone="Europe/Berlin", data={"n": 1})

@@ -1,4 +1,4 @@
-"""Rules that the Lua library keeps."""
+"""Rules for the source of the Lua library."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tests.support.models.mutants import forget_texts
 
 LUA = Path(scripts.__file__).parent / "lua"
 VERBS = sorted(flags())
-# What one call does must not depend on how many jobs wait.
+# The cost of a call must not depend on the number of waiting jobs.
 FORBIDDEN = [
     "KEYS",
     "SCAN",
@@ -60,7 +60,7 @@ def test_every_file_is_part_of_the_library_and_every_verb_is_registered() -> Non
 
 
 @pytest.mark.parametrize("verb", VERBS)
-def test_a_verb_says_what_it_does_takes_and_returns(verb: str) -> None:
+def test_the_header_of_a_verb_has_purpose_keys_argv_and_returns(verb: str) -> None:
     before, _, after = whole().partition(f"function verbs.{verb}()\n")
     body = after.partition("\nend\n")[0]
     lines = before.rstrip("\n").splitlines()
@@ -79,11 +79,11 @@ def test_every_key_is_listed_in_keys(name: str) -> None:
     assert named <= set(QUEUE_KEYS)
     published = set(re.findall(r"'PUBLISH', (\S+)", source(name)))
     channels = [f"channel('{channel.partition(':')[0]}" for channel in CHANNELS]
-    assert all(called.startswith(tuple(channels)) for called in published), "only on channels of its database"
+    assert all(called.startswith(tuple(channels)) for called in published), "a channel lacks its database number"
 
 
-def test_only_keys_that_stay_are_remembered() -> None:
-    """`key` keeps the names it was given: those of a job or an awaiter would be ever more."""
+def test_only_fixed_key_names_are_cached() -> None:
+    """`key` caches names without a limit, so names with a job id or an awaiter must not go through it."""
     assert set(re.findall(r"key\('([^']+)' \.\.", whole())) == {"pending:"}
 
 
@@ -93,27 +93,27 @@ def test_keys_with_parts_are_built_as_listed() -> None:
     assert built == listed
 
 
-def test_of_very_many_queues_only_so_many_are_remembered(queue: OneQueue) -> None:
-    """As many as call.lua says, and a few; a verb that remembers nothing but its keys shows it in what it takes."""
+def test_the_library_caches_a_limited_number_of_queues(queue: OneQueue) -> None:
+    """The limit is in call.lua. Measured as Lua memory, with a verb that caches only key names."""
     queue.enqueue("a")
 
-    def remembered_bytes() -> int:
+    def cached_bytes() -> int:
         return int(queue.redis.info("memory")["used_memory_vm_functions"])
 
-    def look_at(numbers: range) -> None:
+    def read_queues(numbers: range) -> None:
         bases = [queue_base("other:", f"q{number}") for number in numbers]
         queue.link.run_each(script("counts"), bases)
 
-    look_at(range(900))
-    before = remembered_bytes()
+    read_queues(range(900))
+    before = cached_bytes()
     for first in range(1000, 9000, 1000):
-        look_at(range(first, first + 1000))
-    assert remembered_bytes() < 3 * before
+        read_queues(range(first, first + 1000))
+    assert cached_bytes() < 3 * before
     assert queue.inspector.counts().waiting == 1
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_verb_answers_only_with_codes_that_are_defined(name: str) -> None:
+def test_a_verb_returns_only_defined_codes(name: str) -> None:
     code = without_comments(source(name))
     answered = set(re.findall(r"return \{ ([A-Z_]+)", code)) | set(re.findall(r"paused and ([A-Z_]+)", code))
     assert answered <= set(LUA_CONSTANTS)
@@ -123,7 +123,7 @@ def test_a_verb_answers_only_with_codes_that_are_defined(name: str) -> None:
 @pytest.mark.spec("R1")
 @pytest.mark.parametrize("name", FILES)
 def test_no_verb_searches_a_list_or_the_keyspace(name: str) -> None:
-    # How many options there are does not depend on the jobs; graves are visited some per call.
+    # The number of options does not depend on the jobs; graves are visited in slices.
     text = source(name).replace("redis.call('HGETALL', key('options'))", "")
     text = text.replace("redis.call('ZSCAN', key('graves'), at, 'COUNT', GRAVES_PER_CALL)", "")
     used = set(re.findall(r"redis\.call\('(\w+)'", text))
@@ -132,7 +132,7 @@ def test_no_verb_searches_a_list_or_the_keyspace(name: str) -> None:
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_runs_as_a_function_and_through_eval(redis_url: str, verb: str) -> None:
-    """About a queue that is not there both say the same, if it is about one."""
+    """For an unknown queue both must return the same."""
     link = Link(redis_url)
     its, base = script(verb), queue_base("none:", "q")
     args = ["0"] * 10
@@ -162,7 +162,7 @@ def test_a_server_has_one_library_with_a_function_for_each_verb(redis_url: str) 
     assert its == {script(verb).name: [flag] if flag else [] for verb, flag in flags().items()}
 
 
-def test_a_build_with_another_text_has_other_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_with_another_text_has_other_function_names(monkeypatch: pytest.MonkeyPatch) -> None:
     names = {script("turn").name}
     read = scripts._read
     try:
@@ -175,7 +175,7 @@ def test_a_build_with_another_text_has_other_names(monkeypatch: pytest.MonkeyPat
     assert len(names) == 2
 
 
-def test_every_refusal_has_its_own_error() -> None:
+def test_every_refusal_code_has_its_own_error() -> None:
     refusals = {name: value for name, value in LUA_CONSTANTS.items() if value < 0}
     texts = {str(error_for("q", [value, b"1", 2])) for value in refusals.values()}
     assert len(texts) == len(refusals)
@@ -183,8 +183,8 @@ def test_every_refusal_has_its_own_error() -> None:
     assert type(error_for("q", [-99])) is ForqError
 
 
-def test_every_variable_of_a_call_is_set_when_the_call_begins() -> None:
-    """Those of all verbs by begin, which every call runs; those of turn.lua where the turn begins."""
+def test_every_per_call_variable_is_reset_when_the_call_begins() -> None:
+    """Variables of all verbs in `begin`, which every call runs; those of turn.lua at the start of the turn."""
     declared = re.findall(r"^local ([a-z_, ]+|KEYS, ARGV)$", source("call"), re.MULTILINE)
     variables = {name for line in declared for name in line.split(", ")}
     assert {"KEYS", "events", "bucket", "has_progress"} <= variables
@@ -197,7 +197,7 @@ def test_every_variable_of_a_call_is_set_when_the_call_begins() -> None:
 
 
 def test_no_global_is_written() -> None:
-    """Redis refuses it in the middle of a call."""
+    """Redis would refuse it in the middle of a call."""
     code = without_comments(whole())
     while (outside := re.sub(r"\{[^{}]*\}", "", code)) != code:
         code = outside
@@ -212,9 +212,8 @@ def assigned(code: str) -> set[str]:
     return {name for line in lines for name in line.split(", ")}
 
 
-def die_midway(url: str) -> None:
-    """Calls about other queues that leave much behind: each ends with an error after it has noted events, and asked for
-    what is only asked for once per call."""
+def fail_calls_midway(url: str) -> None:
+    """Makes calls about other queues that fail midway, after they have noted events and set once-per-call state."""
     other = ReleaseQueue(url, "on_request", name="other", rate_count=1, rate_ms=3_600_000, burst=5, max_active=3)
     broken = OneQueue(url, "broken", fail_handler=1)
     try:
@@ -235,7 +234,7 @@ def die_midway(url: str) -> None:
             lambda: broken.recovery("p2").evict("broken", "p1", "supervisor_lost"),
         )
         ended = [1 for call in calls if not _succeeds(call)]
-        assert len(ended) >= 4, "else this shows nothing"
+        assert len(ended) >= 4, "too few calls failed midway for this test to be valid"
     finally:
         other.redis.delete(*other.redis.keys("*{other}*"), *other.redis.keys("*{broken}*"))
         other.redis.hdel("forq:queues", "other", "broken")
@@ -250,9 +249,9 @@ def _succeeds(call: Callable[[], object]) -> bool:
     return False
 
 
-@pytest.mark.one_server  # the other queues have to be where this one is
-def test_no_call_sees_what_another_left_that_ended_with_an_error(redis_url: str) -> None:
-    """The same steps, with and without such calls between them, leave the same journal and the same state."""
+@pytest.mark.one_server  # the other queues must be on the same server
+def test_state_of_a_failed_call_does_not_leak_into_the_next(redis_url: str) -> None:
+    """The same steps leave the same journal and state with and without failed calls between them."""
 
     def steps(between: Callable[[], None]) -> tuple[object, ...]:
         with one_queue(redis_url, max_retries=1, min_backoff_ms=0, max_stalls=1) as queue:
@@ -272,11 +271,11 @@ def test_no_call_sees_what_another_left_that_ended_with_an_error(redis_url: str)
             for act in acts:
                 between()
                 answers.append(act())
-            state, told = queue.state(), queue.journal_events()
+            state, events = queue.state(), queue.journal_events()
             queue.registry.delete(queue.name, force=True)
             queue.redis.delete(*queue.redis.keys("*{q}*"))
             queue.redis.hdel("forq:queues", "q")
-        return answers, state, told
+        return answers, state, events
 
     alone = steps(lambda: None)
-    assert steps(lambda: die_midway(redis_url)) == alone
+    assert steps(lambda: fail_calls_midway(redis_url)) == alone

@@ -1,7 +1,7 @@
-"""One job per id: every way in which a dispatch can meet a job of the same id, in every state.
+"""One job per id: every kind of dispatch to an existing id, in every state of that job.
 
-What should come out is worked out here a second time, in the plainest way: dispatches one after the other on a small
-Python object. The script folds those that are blocked into one entry; the outcome must be the same.
+The expected result is computed a second time in the simplest way: each dispatch in turn is applied to a small Python
+object. The script merges blocked dispatches into one entry; the result must be the same.
 """
 
 import itertools
@@ -21,7 +21,7 @@ HOW = (True, False, "if_later", "if_earlier")
 
 @dataclass(frozen=True)
 class Job:
-    """What can be seen of a job: its data, its run_at (0 = at once) and its retry count."""
+    """The visible fields of a job: data, run_at (0 = at once) and retry count."""
 
     data: str
     run_at: int
@@ -37,7 +37,7 @@ class Dispatch:
     reset: bool | None = None
 
     def on(self, job: Job) -> Job:
-        """The job after this dispatch has met it."""
+        """Returns the job after this dispatch."""
         at = self.run_at or 0
         run_at = {True: at, False: job.run_at, "if_later": max(job.run_at, at), "if_earlier": min(job.run_at, at)}
         resets = self.update_data if self.reset is None else self.reset
@@ -72,7 +72,7 @@ def fail(worker: HandWorker, retry_at: int = 0, kind: str = "retriable") -> None
 
 
 def with_one_retry(queue: OneQueue, worker: HandWorker, run_at: int = 0) -> Job:
-    """A waiting or scheduled job `a` that has failed once."""
+    """Makes `a` a waiting or scheduled job that has failed once."""
     send(queue, Dispatch("first", None))
     worker.turn(want=1)
     fail(worker, run_at)
@@ -85,7 +85,7 @@ FLAGS = list(itertools.product(RUN_AT, (True, False), HOW, (None, True, False)))
 @pytest.mark.spec("Q3", "Q26", "Q27", "Q28")
 @pytest.mark.parametrize("was_at", [0, FUTURE + 7])
 @pytest.mark.parametrize(("run_at", "update_data", "how", "reset"), FLAGS)
-def test_a_waiting_or_scheduled_job_is_updated_by_the_flags(
+def test_a_waiting_or_scheduled_job_is_updated_according_to_the_flags(
     redis_url: str, was_at: int, run_at: int | None, update_data: bool, how: bool | str, reset: bool | None
 ) -> None:
     with one_queue(redis_url, max_retries=9) as queue:
@@ -110,7 +110,7 @@ SHORT_FLAGS = [
 @pytest.mark.spec("Q1", "Q5", "Q6")
 @pytest.mark.parametrize("ending", ["done", "dead", "removed"])
 @pytest.mark.parametrize(("one", "two"), list(itertools.product(SHORT_FLAGS, [None, *SHORT_FLAGS])))
-def test_what_is_blocked_becomes_a_job_of_its_own_when_the_active_one_ends(
+def test_a_blocked_dispatch_becomes_a_new_job_when_the_active_one_ends(
     redis_url: str, ending: str, one: tuple[object, ...], two: tuple[object, ...] | None
 ) -> None:
     with one_queue(redis_url, max_retries=9) as queue:
@@ -138,7 +138,7 @@ def test_what_is_blocked_becomes_a_job_of_its_own_when_the_active_one_ends(
 @pytest.mark.spec("Q7")
 @pytest.mark.parametrize("coming_back", ["retried", "stalled"])
 @pytest.mark.parametrize(("one", "two"), list(itertools.product(SHORT_FLAGS, [None, *SHORT_FLAGS])))
-def test_what_is_blocked_updates_the_active_job_when_that_comes_back(
+def test_a_blocked_dispatch_updates_the_active_job_when_it_comes_back(
     redis_url: str, coming_back: str, one: tuple[object, ...], two: tuple[object, ...] | None
 ) -> None:
     with one_queue(redis_url, max_retries=9) as queue:
@@ -161,7 +161,7 @@ def test_what_is_blocked_updates_the_active_job_when_that_comes_back(
 
 
 @pytest.mark.parametrize("ending", ["done", "returned", "reset"])
-def test_what_was_blocked_with_a_time_ahead_is_marked_as_delayed(queue: OneQueue, ending: str) -> None:
+def test_a_blocked_dispatch_with_a_future_time_is_marked_as_delayed(queue: OneQueue, ending: str) -> None:
     queue.registry.configure("q", {"max_retries": 9}, {})
     worker = queue.worker()
     send(queue, Dispatch("first", None))
@@ -193,7 +193,7 @@ def test_blocked_with_run_at_0_and_blocked_without_update_run_at_are_neither_cla
 
 
 @pytest.mark.spec("Q29")
-def test_cancel_takes_what_is_blocked_and_leaves_what_runs(queue: OneQueue) -> None:
+def test_cancel_takes_the_blocked_job_and_leaves_the_running_one(queue: OneQueue) -> None:
     worker = queue.worker()
     send(queue, Dispatch("first", None))
     worker.turn(want=1)
@@ -204,7 +204,7 @@ def test_cancel_takes_what_is_blocked_and_leaves_what_runs(queue: OneQueue) -> N
     assert queue.state() == State(jobs=set())
 
 
-def test_a_blocked_job_counts_as_an_item(redis_url: str) -> None:
+def test_a_blocked_job_counts_towards_max_items(redis_url: str) -> None:
     from forq.errors import QueueFull
 
     with one_queue(redis_url, max_items=2) as queue:
@@ -217,7 +217,7 @@ def test_a_blocked_job_counts_as_an_item(redis_url: str) -> None:
             queue.enqueue("b")
 
 
-def test_a_change_of_priority_moves_the_job_and_leaves_no_second_claim(queue: OneQueue) -> None:
+def test_a_changed_priority_moves_the_job_and_it_is_claimed_once(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a", "b")
     queue.producer.enqueue([new_job(1, id="a", priority=9)])
@@ -226,7 +226,7 @@ def test_a_change_of_priority_moves_the_job_and_leaves_no_second_claim(queue: On
     assert queue.state() == State(jobs=set())
 
 
-def test_deleting_a_queue_logs_what_was_blocked_too(queue: OneQueue) -> None:
+def test_deleting_a_queue_logs_blocked_jobs_too(queue: OneQueue) -> None:
     worker = queue.worker()
     send(queue, Dispatch("first", None))
     worker.turn(want=1)
@@ -243,7 +243,7 @@ def test_the_same_id_twice_in_one_call_is_one_job_with_the_last_data(queue: OneQ
     assert queue.state() == State(jobs={"a"}, waiting={5: ["a"]})
 
 
-def test_an_active_id_twice_in_one_call_is_one_item_more(redis_url: str) -> None:
+def test_an_active_id_twice_in_one_call_adds_one_item(redis_url: str) -> None:
     with one_queue(redis_url, max_items=2) as queue:
         queue.enqueue("a")
         queue.worker().turn(want=1)
@@ -251,7 +251,7 @@ def test_an_active_id_twice_in_one_call_is_one_item_more(redis_url: str) -> None
         assert queue.inspector.counts().blocked == 1
 
 
-def test_what_is_there_can_be_updated_after_max_items_was_lowered(redis_url: str) -> None:
+def test_existing_jobs_can_be_updated_after_max_items_was_lowered(redis_url: str) -> None:
     with one_queue(redis_url) as queue:
         queue.enqueue("a", "b")
         queue.create(max_items=1)
@@ -259,7 +259,7 @@ def test_what_is_there_can_be_updated_after_max_items_was_lowered(redis_url: str
         assert queue.inspector.job("a")["data"] == "second"
 
 
-def test_a_job_that_is_moved_again_and_again_leaves_no_trail_of_hints(queue: OneQueue) -> None:
+def test_a_job_moved_many_times_leaves_few_stale_hints(queue: OneQueue) -> None:
     for number in range(20):
         queue.producer.enqueue([new_job(number, id="a", priority=5 if number % 2 else 3)])
     for run_at in (FUTURE, None) * 10:

@@ -1,4 +1,4 @@
-"""The model of claim, settle and recover in docs/design/model, where Spin is installed."""
+"""The Spin model of claim, settle and recover in docs/design/model, if Spin is installed."""
 
 import re
 import shutil
@@ -13,7 +13,7 @@ MODEL = Path(__file__).resolve().parents[2] / "docs" / "design" / "model"
 
 
 def without_states(text: str) -> str:
-    """Other versions of Spin may count them otherwise."""
+    """Other versions of Spin may report other numbers of states."""
     return re.sub(r"\d+ states", "N states", text)
 
 
@@ -36,11 +36,11 @@ def test_the_models_hold_with_their_guards_and_fail_without() -> None:
         ("uncompared", "fails"),
     ]
     assert without_states(done.stdout) in without_states((MODEL / "README.md").read_text()), (
-        "the page shows what it says"
+        "the output in the page is outdated"
     )
 
 
-def test_without_its_tools_the_check_says_what_to_install(tmp_path: Path) -> None:
+def test_without_its_tools_the_check_names_what_to_install(tmp_path: Path) -> None:
     for tool in ("sh", "dirname"):
         path = shutil.which(tool)
         assert path is not None

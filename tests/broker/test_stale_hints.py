@@ -1,5 +1,4 @@
-"""Hints of jobs that are gone: however many come and go, a list has not many more hints than jobs wait; and what waits
-keeps its order while they are taken out."""
+"""Stale hints: a list never has many more hints than waiting jobs, and sweeping keeps the order of the jobs."""
 
 from collections.abc import Iterator
 
@@ -22,10 +21,8 @@ def most(waiting: int) -> int:
 
 
 @pytest.mark.parametrize(("first", "steps"), [(0, 2500), (1, 2500), (1000, 4500)])
-def test_items_that_are_always_had_by_their_ids_leave_no_hints_without_bound(
-    redis_url: str, first: int, steps: int
-) -> None:
-    """The oldest but for the first ones, which nobody wants, is had, and one comes."""
+def test_items_taken_by_their_ids_leave_a_bounded_number_of_hints(redis_url: str, first: int, steps: int) -> None:
+    """The first items stay. In each round the next oldest is taken by its id and a new one is enqueued."""
     with gate(redis_url, "on_request") as queue:
         ids = [f"j{n}" for n in range(first + 10)]
         queue.enqueue(*ids)
@@ -37,7 +34,7 @@ def test_items_that_are_always_had_by_their_ids_leave_no_hints_without_bound(
             queue.enqueue(ids[-1])
             assert hints(queue) <= most(len(ids))
             in_two_parts = in_two_parts + 1 if queue.redis.exists(queue.key("pending:swept")) else 0
-            assert in_two_parts < most(len(ids)) / 3, "it goes on until nothing is left"
+            assert in_two_parts < most(len(ids)) / 3, "the sweep continues until nothing is left"
         assert queue.redis.hlen(queue.key("stale")) <= most(len(ids))
         got = [queue.got(f"z{n}") for n in range(len(ids) + 9)]
         assert [job_id for job_id in got if job_id] == ids
@@ -46,7 +43,7 @@ def test_items_that_are_always_had_by_their_ids_leave_no_hints_without_bound(
 
 
 @pytest.mark.parametrize("priority", [5, 3])
-def test_a_paused_queue_whose_jobs_are_cancelled_and_enqueued_again_has_no_hints_without_bound(
+def test_cancelling_and_enqueueing_in_a_paused_queue_leaves_a_bounded_number_of_hints(
     queue: OneQueue, priority: int
 ) -> None:
     queue.registry.pause(queue.name, paused=True)
@@ -60,14 +57,14 @@ def test_a_paused_queue_whose_jobs_are_cancelled_and_enqueued_again_has_no_hints
         assert hints(queue, place) <= most(30)
     queue.registry.pause(queue.name, paused=False)
     worker = queue.worker()
-    # A turn skips 1,000 at most.
+    # A turn skips at most 1,000 hints.
     claimed = worker.turn(want=128) or worker.turn(want=128)
     assert sorted(claimed) == sorted(ids)
     assert queue.state().stale == {}
     assert queue.hash("counts").get("other_hints", "0") == "0"
 
 
-def test_jobs_of_the_retry_lane_that_are_updated_again_and_again_leave_no_hints_without_bound(queue: OneQueue) -> None:
+def test_updating_jobs_of_the_retry_lane_leaves_a_bounded_number_of_hints(queue: OneQueue) -> None:
     queue.registry.configure(queue.name, {"retry_lane_retries": 9, "min_backoff_ms": 0}, {})
     queue.enqueue("z", "a", "b")
     worker = queue.worker()
@@ -94,13 +91,13 @@ def swept(queue: OneQueue) -> Iterator[OneQueue]:
 
 
 def begin_sweeping(queue: OneQueue) -> None:
-    """a to h wait; x, behind a, was cancelled, and both have been looked at."""
+    """a to h wait; x, behind a, was cancelled; the sweep has passed both."""
     queue.enqueue(*"axbcdefgh")
     queue.producer.cancel("x")
     assert (queue.state().swept[5], queue.pending()) == (["a"], list("bcdefgh"))
 
 
-def test_what_was_swept_comes_first(swept: OneQueue) -> None:
+def test_swept_jobs_are_claimed_first(swept: OneQueue) -> None:
     begin_sweeping(swept)
     assert swept.hash("stale") == {"swept": "1"}
     worker = swept.worker()
@@ -110,12 +107,12 @@ def test_what_was_swept_comes_first(swept: OneQueue) -> None:
     assert swept.hash("counts")["other_hints"] == "0"
 
 
-def test_one_claim_takes_what_was_swept_and_what_follows(swept: OneQueue) -> None:
+def test_one_claim_takes_swept_jobs_and_the_ones_after_them(swept: OneQueue) -> None:
     begin_sweeping(swept)
     assert swept.worker().turn(want=5) == list("abcde")
 
 
-def test_what_comes_back_goes_before_what_was_swept(swept: OneQueue) -> None:
+def test_returned_jobs_go_before_swept_jobs(swept: OneQueue) -> None:
     queue = swept
     queue.enqueue("1", "2")
     worker = queue.worker()
@@ -126,7 +123,7 @@ def test_what_comes_back_goes_before_what_was_swept(swept: OneQueue) -> None:
     assert queue.worker("w2").turn(want=9) == list("12abcdefg")
 
 
-def test_what_blmove_took_comes_after_what_was_swept(swept: OneQueue) -> None:
+def test_a_job_moved_by_blmove_comes_after_swept_jobs(swept: OneQueue) -> None:
     begin_sweeping(swept)
     worker = swept.worker()
     assert [worker.block() for _ in range(2)] == ["b", "c"]
@@ -137,7 +134,7 @@ def test_what_blmove_took_comes_after_what_was_swept(swept: OneQueue) -> None:
     assert swept.pending() == list("efgh")
 
 
-def test_an_idle_worker_is_woken_for_what_was_swept(swept: OneQueue) -> None:
+def test_an_idle_worker_is_woken_for_swept_jobs(swept: OneQueue) -> None:
     swept.enqueue(*"axb")
     swept.producer.cancel("x")
     assert (swept.state().swept, swept.pending()) == ({5: ["a"]}, ["b"])
@@ -145,11 +142,11 @@ def test_an_idle_worker_is_woken_for_what_was_swept(swept: OneQueue) -> None:
     assert worker.block() == "b"
     assert swept.pending() == []
     swept.enqueue("c", priority=7)
-    assert swept.pending() == [""], "the list that it blocks on is not empty"
+    assert swept.pending() == [""], "the list it blocks on is not empty"
     assert worker.turn(want=9) == list("abc")
 
 
-def test_a_wake_token_is_no_hint_that_is_kept(swept: OneQueue) -> None:
+def test_a_sweep_drops_wake_tokens(swept: OneQueue) -> None:
     swept.enqueue("l", priority=7)
     swept.enqueue(*"axb")
     assert swept.pending() == ["", "a", "x", "b"]
@@ -158,7 +155,7 @@ def test_a_wake_token_is_no_hint_that_is_kept(swept: OneQueue) -> None:
     assert swept.worker().turn(want=9) == list("abl")
 
 
-def test_a_list_of_which_nothing_is_left_is_replaced(swept: OneQueue) -> None:
+def test_a_list_without_any_live_hints_is_replaced(swept: OneQueue) -> None:
     swept.enqueue(*"axby")
     swept.producer.cancel("x")
     swept.producer.cancel("y")
@@ -174,7 +171,7 @@ def test_a_deleted_queue_leaves_no_swept_hints(swept: OneQueue) -> None:
     assert swept.redis.keys("*swept*") == []
 
 
-def test_swept_jobs_are_listed_and_told_in_their_order(swept: OneQueue) -> None:
+def test_swept_jobs_are_listed_and_explained_in_their_order(swept: OneQueue) -> None:
     swept.worker()
     begin_sweeping(swept)
     swept.enqueue(*"lmn", priority=3)
@@ -187,14 +184,14 @@ def test_swept_jobs_are_listed_and_told_in_their_order(swept: OneQueue) -> None:
         if after is None:
             break
     assert pages == list("lnabcdefgh")
-    told = {job_id: why(swept.link, DEFAULT_PREFIX, swept.name, job_id)[1] for job_id in "lac"}
-    assert "it is next" in told["l"]
-    assert "2 jobs before it" in told["a"]
-    assert "4 jobs before it" in told["c"]
+    reasons = {job_id: why(swept.link, DEFAULT_PREFIX, swept.name, job_id)[1] for job_id in "lac"}
+    assert "it is next" in reasons["l"]
+    assert "2 jobs before it" in reasons["a"]
+    assert "4 jobs before it" in reasons["c"]
     assert swept.inspector.counts().oldest_waiting_seconds is not None
 
 
-def test_the_oldest_job_is_found_among_those_that_were_swept(swept: OneQueue) -> None:
+def test_the_oldest_job_is_found_among_swept_jobs(swept: OneQueue) -> None:
     begin_sweeping(swept)
     swept.redis.hset(swept.key("jobs"), "a", b"p5 1000\n[null,null,1]")
     oldest = swept.inspector.counts().oldest_waiting_seconds
@@ -202,7 +199,7 @@ def test_the_oldest_job_is_found_among_those_that_were_swept(swept: OneQueue) ->
     assert oldest > 1_000_000
 
 
-def test_a_claim_of_large_jobs_while_their_list_is_swept_stays_within_its_bytes(swept: OneQueue) -> None:
+def test_a_claim_of_large_jobs_during_a_sweep_stays_within_its_budget(swept: OneQueue) -> None:
     swept.registry.configure(swept.name, {"max_data": 10_000_000}, {})
     jobs = [new_job("x" * size, id=job_id) for job_id, size in (("a", 3_000_000), ("b", 3_000_000), ("c", 5_000_000))]
     for job in jobs:
@@ -215,7 +212,7 @@ def test_a_claim_of_large_jobs_while_their_list_is_swept_stays_within_its_bytes(
     assert swept.worker().turn(want=9) == ["a"]
 
 
-def test_items_that_expire_while_their_list_is_swept_take_no_hint_of_others_along(redis_url: str) -> None:
+def test_items_that_expire_during_a_sweep_remove_no_hints_of_others(redis_url: str) -> None:
     with gate(redis_url, "on_request", item_timeout_ms=3_600_000) as queue, sweeping_at_once():
         begin_sweeping(queue)
         queue.make_due("expiries", "a", "b")
@@ -227,7 +224,7 @@ def test_items_that_expire_while_their_list_is_swept_take_no_hint_of_others_alon
         assert queue.hash("counts").get("other_hints", "0") == "0"
 
 
-def test_an_item_that_expires_behind_a_stale_hint_of_its_own_takes_no_hint_of_others_along(redis_url: str) -> None:
+def test_an_item_that_expires_behind_its_own_stale_hint_removes_no_hints_of_others(redis_url: str) -> None:
     with gate(redis_url, "on_request", item_timeout_ms=3_600_000) as queue:
         queue.enqueue(*"abc")
         queue.producer.cancel("a")

@@ -1,4 +1,4 @@
-"""Stalls and timeouts: how the job that was running comes back, and when it is not given out any more."""
+"""Stalls and timeouts: how the running job comes back, and when it is dead instead."""
 
 import json
 from typing import Any
@@ -17,7 +17,7 @@ def counts(queue: OneQueue, job_id: str) -> tuple[int, int, int]:
 
 
 def lose(queue: OneQueue, outcome: Outcome, lane: str = "main", **more: Any) -> HandWorker:
-    """A worker claims one job, begins it and is lost."""
+    """A worker claims one job, starts it and is lost."""
     worker = queue.worker(f"w{len(queue.workers) + 1}", lane=lane)
     assert len(worker.turn(want=1)) == 1
     at = Position(worker.name, worker.number, 0, True)
@@ -26,7 +26,7 @@ def lose(queue: OneQueue, outcome: Outcome, lane: str = "main", **more: Any) -> 
 
 
 @pytest.mark.parametrize(
-    ("outcome", "place", "expected", "told"),
+    ("outcome", "place", "expected", "verbs"),
     [
         ("stalled", ["b", "c", "d", "e"], (0, 1, 0), ["stalled", "returned"]),
         ("timed_out", ["c", "d", "e", "b"], (0, 0, 1), ["timed_out", "returned"]),
@@ -34,8 +34,8 @@ def lose(queue: OneQueue, outcome: Outcome, lane: str = "main", **more: Any) -> 
     ],
 )
 @pytest.mark.spec("Q17", "Q19")
-def test_what_was_running_comes_back_as_its_outcome_says_and_the_rest_uncounted(
-    queue: OneQueue, outcome: Outcome, place: list[str], expected: tuple[int, int, int], told: list[str]
+def test_the_running_job_is_counted_by_its_outcome_and_the_rest_is_returned_uncounted(
+    queue: OneQueue, outcome: Outcome, place: list[str], expected: tuple[int, int, int], verbs: list[str]
 ) -> None:
     queue.enqueue("a", "b", "c", "d", "e")
     worker = queue.worker()
@@ -44,13 +44,13 @@ def test_what_was_running_comes_back_as_its_outcome_says_and_the_rest_uncounted(
     assert queue.state() == State(jobs=set("bcde"), waiting={5: place})
     assert [counts(queue, job_id) for job_id in "bcde"] == [expected, *[(0, 0, 0)] * 3]
     about_b = [event for event in queue.events() if event.job == "b"][2:]
-    assert [event.verb for event in about_b] == told
+    assert [event.verb for event in about_b] == verbs
     assert (about_b[0].fence, about_b[0].cause) == (int(worker.fence), "signal_9")
     [attempt] = queue.inspector.job("b")["attempts"]
     assert (attempt["outcome"], attempt["cause"]) == (outcome, "signal 9")
 
 
-def test_one_that_timed_out_goes_to_the_back_of_its_own_priority(queue: OneQueue) -> None:
+def test_a_timed_out_job_goes_to_the_back_of_its_priority(queue: OneQueue) -> None:
     queue.enqueue("a", "b", priority=3)
     queue.enqueue("c")
     lose(queue, "timed_out")
@@ -68,7 +68,7 @@ def test_recovering_twice_counts_once(queue: OneQueue, outcome: Outcome) -> None
 
 
 @pytest.mark.parametrize("outcome", ["stalled", "timed_out", "interrupted", "suspect"])
-def test_a_job_marked_removed_is_cancelled_however_its_worker_was_lost(queue: OneQueue, outcome: Outcome) -> None:
+def test_a_removed_job_is_cancelled_for_every_loss_of_its_worker(queue: OneQueue, outcome: Outcome) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)
@@ -79,7 +79,7 @@ def test_a_job_marked_removed_is_cancelled_however_its_worker_was_lost(queue: On
     assert queue.journal_events()[-1] == ("cancelled", "a")
 
 
-def test_an_attempt_says_when_it_began_and_where_it_was(queue: OneQueue) -> None:
+def test_an_attempt_has_its_start_time_and_stack(queue: OneQueue) -> None:
     queue.enqueue("a")
     stack = 'File "a.py", line 7\n\ttime.sleep(99) # "ü" \\ \ud800\n'
     lose(queue, "timed_out", micros=2_500_000, stack=stack)
@@ -88,7 +88,7 @@ def test_an_attempt_says_when_it_began_and_where_it_was(queue: OneQueue) -> None
     assert attempt["stack"] == stack.replace("\ud800", "?")
 
 
-def test_a_long_stack_is_cut_at_its_end_and_without_one_none_is_told(queue: OneQueue) -> None:
+def test_a_long_stack_is_truncated_at_its_end_and_a_missing_one_is_not_stored(queue: OneQueue) -> None:
     queue.enqueue("a")
     lose(queue, "timed_out", stack="x" * MAX_STACK + "y")
     lose(queue, "timed_out")
@@ -98,7 +98,7 @@ def test_a_long_stack_is_cut_at_its_end_and_without_one_none_is_told(queue: OneQ
     assert "stack" not in second
 
 
-def test_the_most_memory_is_told_where_it_is_known(queue: OneQueue) -> None:
+def test_peak_memory_is_stored_if_known(queue: OneQueue) -> None:
     queue.enqueue("a")
     lose(queue, "stalled", peak_bytes=5_000_000_000)
     lose(queue, "stalled")
@@ -131,18 +131,18 @@ def test_a_timeout_settled_by_a_turn_is_counted_and_the_job_waits_behind_the_oth
     assert (returned.verb, returned.fence, returned.job) == ("returned", 0, "a")
 
 
-def test_what_is_blocked_behind_a_job_that_timed_out_updates_it(queue: OneQueue) -> None:
+def test_a_dispatch_blocked_behind_a_timed_out_job_updates_it(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)
     queue.enqueue("a", priority=2, if_exists="update")
     worker.turn(failed="a", kind="timeout")
     assert queue.state() == State(jobs={"a"}, waiting={2: ["a"]})
-    assert counts(queue, "a") == (0, 0, 0), "the dispatch behind it resets counts"
+    assert counts(queue, "a") == (0, 0, 0), "the blocked dispatch resets the counts"
     assert [verb for verb, _ in queue.journal_events()[-3:]] == ["timed_out", "merged", "returned"]
 
 
-def test_a_job_marked_removed_that_times_out_is_cancelled(queue: OneQueue) -> None:
+def test_a_removed_job_that_times_out_is_cancelled(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)
@@ -152,7 +152,7 @@ def test_a_job_marked_removed_that_times_out_is_cancelled(queue: OneQueue) -> No
     assert queue.journal_events()[-1] == ("cancelled", "a")
 
 
-def test_a_broken_record_that_timed_out_is_dead_since_nothing_can_be_counted(queue: OneQueue) -> None:
+def test_a_timed_out_job_with_an_invalid_record_is_dead(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)
@@ -163,9 +163,7 @@ def test_a_broken_record_that_timed_out_is_dead_since_nothing_can_be_counted(que
 
 @pytest.mark.parametrize(("outcome", "name"), [("stalled", "StallError"), ("timed_out", "TimeoutError")])
 @pytest.mark.spec("Q20", "Q39")
-def test_a_job_that_was_lost_too_often_dies_at_the_claim_and_is_not_given_out(
-    redis_url: str, outcome: Outcome, name: str
-) -> None:
+def test_a_job_lost_too_often_is_buried_by_the_claim(redis_url: str, outcome: Outcome, name: str) -> None:
     with one_queue(redis_url, max_stalls=2, max_timeouts=2) as queue:
         queue.enqueue("a")
         for _ in range(3):
@@ -187,7 +185,7 @@ def test_a_job_that_was_lost_too_often_dies_at_the_claim_and_is_not_given_out(
         assert (queue.inspector.counts().failed, queue.inspector.counts().waiting) == (1, 0)
 
 
-def test_as_many_losses_as_allowed_are_not_too_many(redis_url: str) -> None:
+def test_a_job_may_be_lost_as_often_as_allowed(redis_url: str) -> None:
     with one_queue(redis_url, max_stalls=1, max_timeouts=1) as queue:
         queue.enqueue("a")
         lose(queue, "stalled")
@@ -195,7 +193,7 @@ def test_as_many_losses_as_allowed_are_not_too_many(redis_url: str) -> None:
         assert queue.worker("w9").turn(want=1) == ["a"]
 
 
-def test_nothing_but_dead_jobs_is_an_empty_batch_without_a_fence(redis_url: str) -> None:
+def test_a_claim_that_only_buries_returns_an_empty_batch_without_a_fence(redis_url: str) -> None:
     with one_queue(redis_url, max_stalls=0) as queue:
         queue.enqueue("a")
         lose(queue, "stalled")
@@ -204,7 +202,7 @@ def test_nothing_but_dead_jobs_is_an_empty_batch_without_a_fence(redis_url: str)
         assert queue.state() == State(jobs=set(), dead=["a"])
 
 
-def test_a_job_that_is_claimed_and_buried_has_its_fence_alone(redis_url: str) -> None:
+def test_a_job_buried_by_the_claim_has_its_own_fence(redis_url: str) -> None:
     with one_queue(redis_url, max_stalls=0) as queue:
         queue.enqueue("a")
         lose(queue, "stalled")
@@ -216,7 +214,7 @@ def test_a_job_that_is_claimed_and_buried_has_its_fence_alone(redis_url: str) ->
         assert int(worker.fence) > buried
 
 
-def test_a_broken_record_that_seems_to_have_counts_is_given_out_so_that_it_can_fail(queue: OneQueue) -> None:
+def test_an_invalid_record_that_seems_to_have_counts_is_claimed_so_that_it_can_fail(queue: OneQueue) -> None:
     queue.enqueue("a")
     queue.redis.hset(queue.key("jobs"), "a", "c")
     worker = queue.worker()
@@ -226,7 +224,7 @@ def test_a_broken_record_that_seems_to_have_counts_is_given_out_so_that_it_can_f
 
 
 @pytest.mark.spec("Q9", "Q20")
-def test_the_maximum_is_that_of_now_whatever_it_was(redis_url: str) -> None:
+def test_the_current_maximum_applies(redis_url: str) -> None:
     with one_queue(redis_url) as queue:
         queue.enqueue("a", "b")
         lose(queue, "stalled")
@@ -236,7 +234,7 @@ def test_the_maximum_is_that_of_now_whatever_it_was(redis_url: str) -> None:
 
 
 @pytest.mark.spec("Q9")
-def test_a_turn_answers_with_the_limits_of_now(redis_url: str) -> None:
+def test_a_turn_returns_the_current_limits(redis_url: str) -> None:
     with one_queue(redis_url, timeout_ms=1500, size=7, priority=4) as queue:
         worker = queue.worker()
         assert worker.whole_turn().limits == Limits(1500, 7, 4)
@@ -258,7 +256,7 @@ def test_a_queue_of_an_earlier_release_has_no_timeout_and_the_usual_limits(queue
 
 
 @pytest.mark.spec("Q6", "Q20")
-def test_a_job_that_stalled_too_often_has_a_fail_job_and_that_dies_by_the_same_rule(redis_url: str) -> None:
+def test_a_job_stalled_too_often_gets_a_fail_job_that_follows_the_same_rule(redis_url: str) -> None:
     with one_queue(redis_url, max_stalls=0) as queue:
         options, fail_options = {"fail_handler": 1, "max_stalls": 0}, {"max_stalls": 0}
         queue.registry.create(queue.name, "work", 100, stored_defaults(), options, fail_options=fail_options)
@@ -271,11 +269,11 @@ def test_a_job_that_stalled_too_often_has_a_fail_job_and_that_dies_by_the_same_r
         queue.lose_fail_worker("r1", "stalled")
         assert queue.claim_fail_job("r2") == []
         assert queue.redis.zcard(queue.key("fail:dead")) == 1
-        assert queue.redis.llen(queue.key("outbox")) == 1, "its job has its line already"
+        assert queue.redis.llen(queue.key("outbox")) == 1, "the failed job has its line already"
 
 
 @pytest.mark.spec("Q20")
-def test_the_retry_lane_keeps_the_rule_too(redis_url: str) -> None:
+def test_the_same_rule_applies_in_the_retry_lane(redis_url: str) -> None:
     with one_queue(redis_url, max_stalls=0, retry_lane_retries=5, min_backoff_ms=0, max_backoff_ms=0) as queue:
         queue.enqueue("a", "b")
         worker = queue.worker()
@@ -301,7 +299,7 @@ def test_a_job_in_the_retry_lane_that_times_out_stays_there(redis_url: str) -> N
         assert retry.turn(want=1) == ["a"]
 
 
-def test_one_claim_buries_a_bounded_number_and_the_next_goes_on(redis_url: str) -> None:
+def test_one_claim_buries_a_bounded_number_and_the_next_continues(redis_url: str) -> None:
     with one_queue(redis_url, max_stalls=0, max_items=0) as queue:
         ids = [f"n{number}" for number in range(400)]
         queue.enqueue(*ids)
@@ -315,5 +313,5 @@ def test_one_claim_buries_a_bounded_number_and_the_next_goes_on(redis_url: str) 
             dead = now_dead
             if dead == 400:
                 break
-            assert worker.block() is not None, "whoever blocks finds the rest"
+            assert worker.block() is not None, "a blocked worker is woken for the rest"
         assert dead == 400

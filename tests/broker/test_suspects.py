@@ -1,4 +1,4 @@
-"""Suspects: jobs that were running together when their process died. Each runs alone next time, the oldest first."""
+"""Suspects: jobs that were running together when their process died. Each is retried alone, the oldest first."""
 
 import re
 
@@ -16,13 +16,13 @@ FUTURE = 4_000_000_000  # epoch seconds
 
 
 def enqueued_at(queue: OneQueue, job_id: str, ms: int) -> None:
-    """Makes a job look as if it had been enqueued at this time."""
+    """Sets the enqueue time of a job."""
     record = queue.redis.hget(queue.key("jobs"), job_id).decode()
     queue.redis.hset(queue.key("jobs"), job_id, re.sub(r" \d+", f" {ms}", record, count=1))
 
 
 def suspect(queue: OneQueue, *ids: str) -> None:
-    """These jobs were running, each in a worker of its own, when the process of these workers died."""
+    """Makes these jobs suspects: each ran in its own worker when the process of these workers died."""
     queue.enqueue(*ids)
     workers = [queue.worker(f"s{len(queue.workers)}") for _ in ids]
     for ms, (worker, job_id) in enumerate(zip(workers, ids, strict=True), 1000):
@@ -37,7 +37,7 @@ def retry(queue: OneQueue) -> HandWorker:
     return queue.worker("r1", lane="retry")
 
 
-def test_a_suspect_waits_uncounted_in_a_list_of_its_own(queue: OneQueue) -> None:
+def test_a_suspect_waits_uncounted_in_its_own_list(queue: OneQueue) -> None:
     suspect(queue, "a", "b")
     assert queue.state() == State(jobs={"a", "b"}, suspects=["a", "b"])
     job = queue.inspector.job("a")
@@ -49,7 +49,7 @@ def test_a_suspect_waits_uncounted_in_a_list_of_its_own(queue: OneQueue) -> None
 
 
 @pytest.mark.spec("Q16")
-def test_only_the_retry_child_runs_suspects_one_at_a_time_before_its_lane(queue: OneQueue, retry: HandWorker) -> None:
+def test_only_the_retry_process_runs_suspects_one_at_a_time_before_its_lane(queue: OneQueue, retry: HandWorker) -> None:
     suspect(queue, "a", "b")
     queue.enqueue("m")
     assert queue.worker().turn(want=9) == ["m"]
@@ -60,7 +60,7 @@ def test_only_the_retry_child_runs_suspects_one_at_a_time_before_its_lane(queue:
     assert queue.inspector.counts().done == 2
 
 
-def test_suspects_go_before_the_lane_and_the_lane_yields_to_them(redis_url: str) -> None:
+def test_suspects_go_before_the_retry_lane_and_the_lane_yields_to_them(redis_url: str) -> None:
     with one_queue(redis_url, retry_lane_retries=2, min_backoff_ms=0, max_backoff_ms=0) as queue:
         worker, retry = queue.worker(), queue.worker("r1", lane="retry")
         queue.enqueue("z")
@@ -70,12 +70,12 @@ def test_suspects_go_before_the_lane_and_the_lane_yields_to_them(redis_url: str)
         other = queue.worker("r2", lane="retry")
         assert retry.turn(want=1) == ["a"]
         retry.turn(failed="a", kind="timeout")
-        assert other.turn(want=1) == ["a"], "the lane waits while a suspect does"
-        assert retry.turn(want=1) == ["z"], "and goes on once it runs"
+        assert other.turn(want=1) == ["a"], "the retry lane waits while a suspect waits"
+        assert retry.turn(want=1) == ["z"], "the retry lane continues once the suspect runs"
 
 
 @pytest.mark.parametrize("how", ["recover", "turn", "rescue", "update", "resume", "heartbeat", "promote"])
-def test_whatever_leaves_a_suspect_waiting_wakes_the_retry_child(queue: OneQueue, retry: HandWorker, how: str) -> None:
+def test_every_way_to_make_a_suspect_wait_wakes_the_retry_process(queue: OneQueue, retry: HandWorker, how: str) -> None:
     suspect(queue, "a", "b")
     assert queue.redis.lrange(queue.key("failed"), 0, -1) == [b""]
     assert retry.block() == ""
@@ -100,48 +100,48 @@ def test_whatever_leaves_a_suspect_waiting_wakes_the_retry_child(queue: OneQueue
     assert queue.redis.lrange(queue.key("failed"), 0, -1) == [b""]
 
 
-def helped(queue: OneQueue, name: str | None = None) -> int:
-    """How many jobs a process of their own may be started for."""
+def helpers_wanted(queue: OneQueue, name: str | None = None) -> int:
+    """Returns the number of helper processes that may be started."""
     return queue.recovery("p9").heartbeat(name or queue.name, 60_000, []).helpers_wanted
 
 
-def test_a_heartbeat_tells_how_many_suspects_may_begin(queue: OneQueue, retry: HandWorker) -> None:
-    assert helped(queue) == 0
+def test_a_heartbeat_returns_how_many_suspects_may_start(queue: OneQueue, retry: HandWorker) -> None:
+    assert helpers_wanted(queue) == 0
     suspect(queue, "a", "b", "c")
     queue.enqueue("m")
-    assert helped(queue) == 3
+    assert helpers_wanted(queue) == 3
     retry.turn(want=1)
-    assert helped(queue) == 2
+    assert helpers_wanted(queue) == 2
     queue.registry.pause(queue.name, paused=True)
-    assert helped(queue) == 0
+    assert helpers_wanted(queue) == 0
     queue.registry.pause(queue.name, paused=False)
     queue.set_options(max_active=2)
-    assert helped(queue) == 1, "no more than the limits allow"
+    assert helpers_wanted(queue) == 1, "only as many as the limits allow"
 
 
-def test_a_heartbeat_tells_that_fail_jobs_wait_for_something_else(queue: OneQueue) -> None:
+def test_a_heartbeat_requests_a_helper_for_waiting_fail_jobs(queue: OneQueue) -> None:
     fail_options = {"fail_handler": 1}
     queue.registry.create(queue.name, "work", 100, stored_defaults(), fail_options, fail_options={"max_retries": 1})
     fails = fail_queue(queue.name)
-    assert helped(queue, fails) == 0
+    assert helpers_wanted(queue, fails) == 0
     worker = queue.worker()
     queue.enqueue("a", "b")
     worker.turn(want=2)
     with subscription(queue) as pulse:
         worker.turn(failed="a", keep=1)
         assert pulse.messages() == ["fail"]
-    assert (helped(queue, fails), helped(queue)) == (1, 0)
+    assert (helpers_wanted(queue, fails), helpers_wanted(queue)) == (1, 0)
     worker.turn(failed="b")
     assert queue.redis.hlen(queue.key("fail:jobs")) == 2
     queue.claim_fail_job("r1")
-    assert helped(queue, fails) == 0, "the other waits for a fail job"
+    assert helpers_wanted(queue, fails) == 0, "the other fail job waits for the running one"
     queue.lose_fail_worker("r1", "interrupted")
-    assert helped(queue, fails) == 1
+    assert helpers_wanted(queue, fails) == 1
     queue.registry.pause(queue.name, paused=True)
-    assert helped(queue, fails) == 0
+    assert helpers_wanted(queue, fails) == 0
 
 
-def test_a_job_that_dies_without_a_fail_handler_tells_nobody(queue: OneQueue) -> None:
+def test_a_job_that_dies_without_a_fail_handler_publishes_nothing(queue: OneQueue) -> None:
     worker = queue.worker()
     queue.enqueue("a")
     worker.turn(want=1)
@@ -150,7 +150,7 @@ def test_a_job_that_dies_without_a_fail_handler_tells_nobody(queue: OneQueue) ->
         assert pulse.messages() == []
 
 
-def test_nobody_is_woken_for_suspects_while_paused(queue: OneQueue, retry: HandWorker) -> None:
+def test_no_process_is_woken_for_suspects_while_paused(queue: OneQueue, retry: HandWorker) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)
@@ -161,7 +161,7 @@ def test_nobody_is_woken_for_suspects_while_paused(queue: OneQueue, retry: HandW
     assert retry.turn(want=1) == []
 
 
-def test_a_job_that_waits_among_others_wakes_no_retry_child(queue: OneQueue) -> None:
+def test_an_ordinary_waiting_job_does_not_wake_the_retry_process(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=1)
@@ -179,7 +179,7 @@ def test_a_job_that_waits_among_others_wakes_no_retry_child(queue: OneQueue) -> 
     ],
 )
 @pytest.mark.spec("Q19")
-def test_a_suspect_whose_process_dies_again_stays_one_and_is_counted(
+def test_a_suspect_whose_process_dies_again_stays_a_suspect_and_is_counted(
     queue: OneQueue, retry: HandWorker, outcome: Outcome, place: list[str], stalls: int, timeouts: int
 ) -> None:
     suspect(queue, "a", "b")
@@ -190,14 +190,14 @@ def test_a_suspect_whose_process_dies_again_stays_one_and_is_counted(
     assert (job["suspect"], job["stall_count"], job["timeout_count"]) == (True, stalls, timeouts)
 
 
-def test_a_suspect_that_was_not_begun_stays_one(queue: OneQueue, retry: HandWorker) -> None:
+def test_an_unstarted_suspect_stays_a_suspect(queue: OneQueue, retry: HandWorker) -> None:
     suspect(queue, "a", "b")
     retry.turn(want=1)
     assert retry.turn() == []
     assert queue.state() == State(jobs={"a", "b"}, suspects=["a", "b"])
 
 
-def test_a_suspect_that_times_out_in_a_turn_stays_one(queue: OneQueue, retry: HandWorker) -> None:
+def test_a_suspect_that_times_out_stays_a_suspect(queue: OneQueue, retry: HandWorker) -> None:
     suspect(queue, "a", "b")
     retry.turn(want=1)
     retry.turn(failed="a", kind="timeout")
@@ -206,7 +206,7 @@ def test_a_suspect_that_times_out_in_a_turn_stays_one(queue: OneQueue, retry: Ha
 
 
 @pytest.mark.spec("Q36")
-def test_a_suspect_whose_handler_raises_is_none_any_more(redis_url: str) -> None:
+def test_a_suspect_whose_handler_raises_is_no_longer_a_suspect(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=1, min_backoff_ms=0, max_backoff_ms=0) as queue:
         retry = queue.worker("r1", lane="retry")
         suspect(queue, "a")
@@ -221,7 +221,7 @@ def test_a_suspect_whose_handler_raises_is_none_any_more(redis_url: str) -> None
         assert queue.state().dead == ["a"]
 
 
-def test_a_suspect_that_has_no_retries_left_goes_to_the_lane_or_dies(redis_url: str) -> None:
+def test_a_suspect_without_retries_left_goes_to_the_retry_lane_or_dies(redis_url: str) -> None:
     for lane_retries, state in ((1, "retry"), (0, "dead")):
         name = f"q{lane_retries}"
         with one_queue(redis_url, name, retry_lane_retries=lane_retries, min_backoff_ms=0, max_backoff_ms=0) as queue:
@@ -233,7 +233,7 @@ def test_a_suspect_that_has_no_retries_left_goes_to_the_lane_or_dies(redis_url: 
 
 
 @pytest.mark.spec("Q20")
-def test_a_suspect_that_keeps_killing_its_process_dies_at_the_claim(redis_url: str) -> None:
+def test_a_suspect_that_keeps_killing_its_process_is_buried_by_the_claim(redis_url: str) -> None:
     with one_queue(redis_url, max_stalls=1) as queue:
         suspect(queue, "a", "b")
         for number in range(2):
@@ -248,7 +248,7 @@ def test_a_suspect_that_keeps_killing_its_process_dies_at_the_claim(redis_url: s
 
 @pytest.mark.parametrize(("size", "number", "at_once"), [(0, 150, 100), (2 << 20, 4, 2)])
 def test_one_claim_buries_a_bounded_number_of_suspects(redis_url: str, size: int, number: int, at_once: int) -> None:
-    """A burial costs the server as much as skipping ten hints, and more with its bytes: many would hold it up."""
+    """Burying a job costs as much as skipping ten hints, and more for large records; many would block the server."""
     with one_queue(redis_url, max_stalls=0) as queue:
         ids = [f"j{each}" for each in range(number)]
         queue.enqueue(*ids)
@@ -259,7 +259,7 @@ def test_one_claim_buries_a_bounded_number_of_suspects(redis_url: str, size: int
         retry = queue.worker("r1", lane="retry")
         assert retry.turn(want=1) == []
         assert len(queue.state().dead) == at_once
-        assert queue.state().retry_tokens == 1, "the rest comes with the next claim"
+        assert queue.state().retry_tokens == 1, "the next claim buries the rest"
         assert retry.turn(want=1) == []
         assert len(queue.state().dead) == min(2 * at_once, number)
 
@@ -295,8 +295,8 @@ def test_a_cancelled_suspect_leaves_no_hint_behind(queue: OneQueue, retry: HandW
     assert queue.worker().turn(want=1) == ["a"]
 
 
-def test_suspects_run_in_the_order_of_their_enqueues_however_their_processes_died(queue: OneQueue) -> None:
-    """Three processes died, that of the youngest jobs first."""
+def test_suspects_run_in_enqueue_order_whichever_process_died_first(queue: OneQueue) -> None:
+    """Three processes died, the one with the youngest jobs first."""
     queue.enqueue(*"abcdef")
     workers = [queue.worker(f"s{number}") for number in range(6)]
     for ms, (job_id, worker) in enumerate(zip("abcdef", workers, strict=True), 1000):
@@ -310,7 +310,7 @@ def test_suspects_run_in_the_order_of_their_enqueues_however_their_processes_die
     assert retry.turn(want=1, done="a") == ["c"]
 
 
-def test_suspects_of_one_millisecond_run_in_the_order_in_which_they_came_back(queue: OneQueue) -> None:
+def test_suspects_enqueued_in_the_same_millisecond_run_in_the_order_of_their_return(queue: OneQueue) -> None:
     queue.enqueue(*"abc")
     workers = [queue.worker(f"s{number}") for number in range(3)]
     for job_id, worker in zip("abc", workers, strict=True):
@@ -321,7 +321,7 @@ def test_suspects_of_one_millisecond_run_in_the_order_in_which_they_came_back(qu
     assert queue.state().suspects == ["c", "a", "b"]
 
 
-def test_a_process_for_suspects_takes_nothing_else(redis_url: str) -> None:
+def test_a_helper_process_for_suspects_takes_nothing_else(redis_url: str) -> None:
     with one_queue(redis_url, retry_lane_retries=2, min_backoff_ms=0, max_backoff_ms=0) as queue:
         worker, retry = queue.worker(), queue.worker("r1", lane="retry")
         alone = [queue.worker(f"a{number}", lane="suspects") for number in range(3)]
@@ -333,15 +333,15 @@ def test_a_process_for_suspects_takes_nothing_else(redis_url: str) -> None:
         queue.enqueue("m")
         assert alone[2].turn(want=9) == []
         assert worker.turn(want=1) == ["m"]
-        assert alone[2].turn(want=9) == [], "nor the retry lane, although nothing else waits"
-        assert retry.turn(want=9) == ["y"], "which is the retry child's, one job at a time"
+        assert alone[2].turn(want=9) == [], "it does not take jobs of the retry lane either"
+        assert retry.turn(want=9) == ["y"], "the retry process takes them one at a time"
         assert alone[0].turn(done="a") == []
         assert alone[1].turn(failed="b") == []
         assert queue.inspector.counts().done == 1
 
 
 @pytest.mark.spec("Q28")
-def test_an_update_that_resets_counts_ends_the_suspicion(queue: OneQueue, retry: HandWorker) -> None:
+def test_an_update_that_resets_counts_clears_the_suspect_mark(queue: OneQueue, retry: HandWorker) -> None:
     suspect(queue, "a")
     queue.enqueue("a", priority=3, if_exists="update")
     assert queue.state() == State(jobs={"a"}, waiting={3: ["a"]})
@@ -349,7 +349,7 @@ def test_an_update_that_resets_counts_ends_the_suspicion(queue: OneQueue, retry:
     assert retry.turn(want=1) == []
 
 
-def test_an_update_that_resets_nothing_leaves_a_suspect_where_it_is(queue: OneQueue) -> None:
+def test_an_update_without_a_reset_leaves_a_suspect_in_place(queue: OneQueue) -> None:
     suspect(queue, "a")
     queue.producer.enqueue([new_job("new", id="a", priority=3)], Update(reset_counts=False))
     assert queue.state() == State(jobs={"a"}, suspects=["a"])
@@ -357,7 +357,7 @@ def test_an_update_that_resets_nothing_leaves_a_suspect_where_it_is(queue: OneQu
     assert (job["data"], job["priority"], job["suspect"]) == ("new", 3, True)
 
 
-def test_a_suspect_that_is_scheduled_comes_back_as_one(queue: OneQueue, retry: HandWorker) -> None:
+def test_a_scheduled_suspect_comes_back_as_a_suspect(queue: OneQueue, retry: HandWorker) -> None:
     suspect(queue, "a")
     queue.producer.enqueue([new_job(1, id="a", run_at=FUTURE)], Update(reset_counts=False))
     assert queue.state() == State(jobs={"a"})
@@ -369,7 +369,9 @@ def test_a_suspect_that_is_scheduled_comes_back_as_one(queue: OneQueue, retry: H
     assert queue.redis.llen(queue.key("failed")) == 1
 
 
-def test_what_is_blocked_behind_a_suspect_updates_it_and_may_clear_it(queue: OneQueue, retry: HandWorker) -> None:
+def test_a_dispatch_blocked_behind_a_suspect_updates_it_and_may_clear_the_mark(
+    queue: OneQueue, retry: HandWorker
+) -> None:
     for reset in (False, True):
         suspect(queue, "a")
         retry = queue.worker(f"r-{reset}", lane="retry")
@@ -381,7 +383,7 @@ def test_what_is_blocked_behind_a_suspect_updates_it_and_may_clear_it(queue: One
         queue.producer.cancel("a")
 
 
-def test_deleting_a_queue_takes_its_suspects_along(queue: OneQueue) -> None:
+def test_deleting_a_queue_deletes_its_suspects(queue: OneQueue) -> None:
     suspect(queue, "a")
     assert queue.registry.delete(queue.name, force=True) == 1
     assert queue.redis.exists(queue.key("suspects")) == 0
@@ -403,7 +405,7 @@ def test_suspects_are_listed_after_the_other_waiting_jobs(queue: OneQueue) -> No
     assert (seen, after) == (["m", "a", "b"], None)
 
 
-def test_why_a_suspect_does_not_run_is_told(queue: OneQueue, retry: HandWorker) -> None:
+def test_why_explains_that_a_suspect_waits(queue: OneQueue, retry: HandWorker) -> None:
     suspect(queue, "a", "b")
     reasons = [why(queue.link, DEFAULT_PREFIX, queue.name, job_id)[1] for job_id in "ab"]
     assert all("crashed with several jobs running" in reason and "retried alone" in reason for reason in reasons)
@@ -411,7 +413,7 @@ def test_why_a_suspect_does_not_run_is_told(queue: OneQueue, retry: HandWorker) 
     assert reasons[1].endswith("1 suspect before it")
 
 
-def test_in_the_lane_and_in_the_fail_queue_a_suspect_runs_alone_anyway(redis_url: str) -> None:
+def test_in_the_retry_lane_and_in_the_fail_queue_jobs_run_alone_and_are_not_suspects(redis_url: str) -> None:
     with one_queue(redis_url, retry_lane_retries=2, min_backoff_ms=0, max_backoff_ms=0) as queue:
         worker, retry = queue.worker(), queue.worker("r1", lane="retry")
         queue.enqueue("z")

@@ -1,4 +1,4 @@
-"""turn: settle, keep or hand back, claim."""
+"""turn: settle, keep or return jobs, and claim."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from tests.support.drive.one_queue import OneQueue, State
 
 
 @pytest.mark.spec("Q4", "M7", "R17")
-def test_turn_claims_in_the_order_of_enqueueing(queue: OneQueue) -> None:
+def test_turn_claims_in_enqueue_order(queue: OneQueue) -> None:
     queue.enqueue("c", "a")
     queue.enqueue("b")
     worker = queue.worker()
@@ -49,7 +49,7 @@ def test_success_removes_the_job_from_everywhere(queue: OneQueue) -> None:
 
 
 @pytest.mark.spec("R14")
-def test_failure_moves_the_job_to_the_dead_in_the_same_step(queue: OneQueue) -> None:
+def test_failure_moves_the_job_to_dead_in_the_same_step(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=1)
@@ -59,7 +59,7 @@ def test_failure_moves_the_job_to_the_dead_in_the_same_step(queue: OneQueue) -> 
     assert queue.inspector.job("a")["error"] == {"message": "no"}
 
 
-def test_a_dead_job_does_not_take_its_id(queue: OneQueue) -> None:
+def test_the_id_of_a_dead_job_can_be_used_again(queue: OneQueue) -> None:
     worker = queue.worker()
     for _ in range(2):
         queue.enqueue("a")
@@ -84,7 +84,7 @@ def test_dead_jobs_beyond_the_limits_are_forgotten(queue: OneQueue, option: dict
     assert len(queue.hash("dead:jobs")) == len(kept)
 
 
-def test_settling_with_an_old_fence_is_refused_and_the_job_goes_on(queue: OneQueue) -> None:
+def test_a_stale_fence_is_refused_and_the_job_continues(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)
@@ -106,7 +106,7 @@ def test_settling_the_job_of_another_worker_is_refused(queue: OneQueue) -> None:
     assert queue.state() == before
 
 
-def test_a_worker_whose_name_begins_like_anothers_does_not_own_its_jobs(queue: OneQueue) -> None:
+def test_a_worker_does_not_own_jobs_of_a_worker_whose_name_starts_with_its_own(queue: OneQueue) -> None:
     queue.enqueue("a")
     other, owner = queue.worker("w1"), queue.worker("w10")
     queue.enqueue("b")
@@ -116,7 +116,7 @@ def test_a_worker_whose_name_begins_like_anothers_does_not_own_its_jobs(queue: O
     assert queue.state().active == {"a": "w10"}
 
 
-def test_what_a_worker_keeps_stays_with_it(queue: OneQueue) -> None:
+def test_kept_jobs_stay_with_the_worker(queue: OneQueue) -> None:
     queue.enqueue("a", "b", "c")
     worker = queue.worker()
     worker.turn(want=3)
@@ -124,7 +124,7 @@ def test_what_a_worker_keeps_stays_with_it(queue: OneQueue) -> None:
     assert queue.state() == State(jobs={"b", "c"}, active={"b": "w1", "c": "w1"}, processing={"w1": ["b", "c"]})
 
 
-def test_what_a_worker_neither_settles_nor_keeps_goes_back_to_the_front_in_order(queue: OneQueue) -> None:
+def test_jobs_neither_settled_nor_kept_go_back_to_the_front_in_order(queue: OneQueue) -> None:
     queue.enqueue("a", "b", "c", "d")
     queue.enqueue("e", priority=0)
     worker = queue.worker()
@@ -133,7 +133,7 @@ def test_what_a_worker_neither_settles_nor_keeps_goes_back_to_the_front_in_order
     assert queue.state() == State(jobs={"b", "c", "d", "e"}, waiting={0: ["e"], 5: ["b", "c", "d"]})
 
 
-def test_a_worker_that_counts_on_more_than_it_holds_is_told_and_loses_the_rest(queue: OneQueue) -> None:
+def test_a_worker_that_expects_more_jobs_than_it_holds_is_notified_and_loses_the_rest(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=2)
@@ -141,7 +141,7 @@ def test_a_worker_that_counts_on_more_than_it_holds_is_told_and_loses_the_rest(q
     assert queue.state() == State(jobs={"b"}, waiting={5: ["b"]})
 
 
-def test_a_hint_that_arrives_late_does_not_stand_for_a_kept_job(queue: OneQueue) -> None:
+def test_a_late_hint_does_not_count_as_a_kept_job(queue: OneQueue) -> None:
     queue.enqueue("a", "b", priority=4)
     worker = queue.worker()
     worker.turn(want=2)
@@ -156,7 +156,7 @@ def test_a_hint_that_arrives_late_does_not_stand_for_a_kept_job(queue: OneQueue)
 
 
 @pytest.mark.spec("R10", "R11")
-def test_what_blmove_gave_is_begun_by_the_next_turn(queue: OneQueue) -> None:
+def test_a_job_moved_by_blmove_is_claimed_by_the_next_turn(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     assert worker.consumer.wait_for_job()
@@ -166,12 +166,12 @@ def test_what_blmove_gave_is_begun_by_the_next_turn(queue: OneQueue) -> None:
 
 
 @pytest.mark.spec("R15")
-def test_the_same_turn_again_after_a_lost_reply_settles_once_and_claims_the_same_jobs(queue: OneQueue) -> None:
+def test_a_turn_repeated_after_a_lost_reply_settles_once_and_claims_the_same_jobs(queue: OneQueue) -> None:
     queue.enqueue("a", "b", "c")
     worker = queue.worker()
     worker.turn(want=1)
     first = worker.fence
-    worker.turn(done="a", want=2)  # the worker never sees this answer
+    worker.turn(done="a", want=2)  # this reply is lost
     turn = worker.whole_turn(done="a", fence=first, want=2)
     assert turn.refused == [b"a"]
     assert turn.jobs[::2] == [b"b", b"c"]
@@ -185,9 +185,9 @@ def test_a_lost_reply_does_not_settle_the_next_job_of_the_same_id(queue: OneQueu
     worker = queue.worker()
     worker.turn(want=1)
     first = worker.fence
-    worker.turn(done="a")  # lost
+    worker.turn(done="a")  # this reply is lost
     queue.enqueue("a")
-    worker.turn(done="a", fence=first, want=1)  # lost, and it claimed the new a
+    worker.turn(done="a", fence=first, want=1)  # this reply is lost too; it claimed the new a
     turn = worker.whole_turn(done="a", fence=first, want=1)
     assert (turn.refused, turn.jobs[::2]) == ([b"a"], [b"a"])
     assert queue.redis.get(queue.key("processed:count")) == b"1"
@@ -212,7 +212,7 @@ def test_an_active_id_whose_record_is_gone_leaves_the_processing_list(queue: One
     assert queue.state() == State(jobs=set())
 
 
-def test_a_hint_that_is_there_twice_is_claimed_once(queue: OneQueue) -> None:
+def test_a_duplicate_hint_is_claimed_once(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     queue.redis.lpush(queue.key("pending"), "a", "a")
     assert queue.worker("w1").turn(want=1) == ["a"]
@@ -223,7 +223,7 @@ def test_a_claim_gets_past_many_stale_hints(queue: OneQueue) -> None:
     queue.redis.rpush(queue.key("pending"), *(f"gone{n}" for n in range(1500)))
     queue.enqueue("a")
     worker = queue.worker()
-    assert worker.turn(want=1) == []  # one call looks at so many only
+    assert worker.turn(want=1) == []  # one call skips a limited number of hints
     assert worker.turn(want=1) == ["a"]
 
 
@@ -239,7 +239,7 @@ def test_a_paused_queue_settles_but_claims_nothing(queue: OneQueue) -> None:
     assert worker.turn(want=1) == ["b"]
 
 
-def test_a_worker_that_is_not_registered_is_fenced(queue: OneQueue) -> None:
+def test_an_unregistered_worker_is_fenced(queue: OneQueue) -> None:
     queue.enqueue("a")
     worker = queue.worker()
     worker.turn(want=1)
@@ -251,7 +251,7 @@ def test_a_worker_that_is_not_registered_is_fenced(queue: OneQueue) -> None:
     assert queue.state() == before
 
 
-def test_a_hint_of_a_running_job_among_many_is_passed_over(queue: OneQueue) -> None:
+def test_a_hint_of_a_running_job_among_many_is_skipped(queue: OneQueue) -> None:
     queue.enqueue("a")
     queue.worker("w1").turn(want=1)
     queue.enqueue(*(f"b{n}" for n in range(20)))
@@ -262,7 +262,7 @@ def test_a_hint_of_a_running_job_among_many_is_passed_over(queue: OneQueue) -> N
 
 
 @pytest.mark.spec("R16")
-def test_a_worker_that_leaves_hands_back_and_closes_its_connection(queue: OneQueue) -> None:
+def test_a_worker_that_leaves_returns_its_jobs_and_closes_its_connection(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     worker = queue.worker()
     worker.turn(want=2)

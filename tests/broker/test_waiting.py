@@ -1,4 +1,4 @@
-"""Waiting for the end of a job: what it returns or raises, whatever happens meanwhile; and who is told what."""
+"""Waiting for the end of a job: what wait returns or raises, and which waiters are notified."""
 
 import select
 import threading
@@ -41,7 +41,7 @@ def queue(redis_url: str) -> Iterator[OneQueue]:
 
 
 class Waiting:
-    """queue.wait in a thread of its own."""
+    """Runs queue.wait in its own thread."""
 
     def __init__(self, queue: OneQueue, job_id: str = "a", timeout: float | None = 20.0) -> None:
         self._queue = queue
@@ -68,9 +68,9 @@ class Waiting:
         return not self._answer
 
     def result(self) -> Any:
-        """What it returned; raises what it raised."""
+        """Returns what wait returned, or raises what it raised."""
         self._thread.join(20)
-        assert self._answer, "it still waits"
+        assert self._answer, "wait has not returned"
         if isinstance(self._answer[0], Exception):
             raise self._answer[0]
         return self._answer[0]
@@ -96,23 +96,23 @@ def waiter(queue: OneQueue, job_id: str = "a") -> ResultWaiter:
 
 
 @pytest.mark.spec("M8")
-def test_wait_returns_what_the_handler_returned_when_the_job_is_done(queue: OneQueue) -> None:
+def test_wait_returns_the_result_when_the_job_is_done(queue: OneQueue) -> None:
     worker = claimed(queue, "a", "b")
     waiting = Waiting(queue).begun()
     worker.turn(done="b", results={"b": "2"}, keep=1)
     assert waiting.waits
     worker.turn(done="a", results={"a": '{"n":1}'})
     assert waiting.result() == {"n": 1}
-    assert waiters(queue) == {}, "who was told is written down no more"
+    assert waiters(queue) == {}, "notified waiters are unregistered"
 
 
-def test_what_was_done_before_is_returned_at_once(queue: OneQueue) -> None:
+def test_a_result_that_exists_is_returned_at_once(queue: OneQueue) -> None:
     claimed(queue, "a").turn(done="a", results={"a": "[1]"})
     assert Client(queue.url).queue("q").wait("a", 0) == [1]
     assert waiters(queue) == {}
 
 
-def test_of_jobs_that_have_ended_the_last_one_counts_if_it_is_dead(queue: OneQueue) -> None:
+def test_the_last_ended_job_of_the_id_counts_even_if_it_is_dead(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     worker.turn(done="a", results={"a": '"first"'})
     queue.enqueue("a")
@@ -126,7 +126,7 @@ def test_of_jobs_that_have_ended_the_last_one_counts_if_it_is_dead(queue: OneQue
     assert Client(queue.url).queue("q").wait("a", 0) == "third"
 
 
-def test_a_retry_is_no_end(queue: OneQueue) -> None:
+def test_a_retry_does_not_end_the_wait(queue: OneQueue) -> None:
     queue.registry.configure("q", {"max_retries": 5, "min_backoff_ms": 0}, {})
     worker = claimed(queue, "a")
     waiting = Waiting(queue).begun()
@@ -137,7 +137,7 @@ def test_a_retry_is_no_end(queue: OneQueue) -> None:
     assert waiting.result() == "at last"
 
 
-def test_a_job_that_fails_for_good_raises_with_its_error(queue: OneQueue) -> None:
+def test_a_permanent_failure_raises_its_error(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     waiting = Waiting(queue).begun()
     worker.turn(failed="a", error='{"name":"Oops","message":"no"}')
@@ -148,7 +148,7 @@ def test_a_job_that_fails_for_good_raises_with_its_error(queue: OneQueue) -> Non
         Client(queue.url).queue("q").wait("a", 0)
 
 
-def test_a_death_that_nobody_kept_is_told_all_the_same(queue: OneQueue) -> None:
+def test_the_death_of_a_job_that_is_not_kept_is_still_reported(queue: OneQueue) -> None:
     queue.registry.configure("q", {"dead_max": 0}, {})
     worker = claimed(queue, "a")
     waiting = Waiting(queue).begun()
@@ -157,7 +157,7 @@ def test_a_death_that_nobody_kept_is_told_all_the_same(queue: OneQueue) -> None:
         waiting.result()
 
 
-def test_a_death_is_told_although_the_next_job_of_that_id_is_live(queue: OneQueue) -> None:
+def test_a_death_is_reported_even_if_the_next_job_of_the_id_is_live(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     waiting = Waiting(queue).begun()
     queue.enqueue("a", if_exists="update")
@@ -167,7 +167,7 @@ def test_a_death_is_told_although_the_next_job_of_that_id_is_live(queue: OneQueu
         waiting.result()
 
 
-def test_a_claim_that_buries_a_job_tells_too(queue: OneQueue) -> None:
+def test_a_claim_that_buries_a_job_notifies_too(queue: OneQueue) -> None:
     queue.registry.configure("q", {"max_stalls": 0}, {})
     worker = claimed(queue, "a")
     waiting = Waiting(queue).begun()
@@ -177,17 +177,17 @@ def test_a_claim_that_buries_a_job_tells_too(queue: OneQueue) -> None:
         waiting.result()
 
 
-def test_the_job_that_is_waited_for_counts_and_not_those_of_that_id_before_and_after(queue: OneQueue) -> None:
+def test_wait_ignores_earlier_and_later_jobs_of_the_same_id(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     worker.turn(done="a", results={"a": '"first"'})
     queue.enqueue("a")
     waiting = Waiting(queue).begun()
-    assert waiting.waits, "the first one is another job"
+    assert waiting.waits, "the first job is another one"
     worker.turn(want=1)
     queue.enqueue("a", if_exists="update")
     worker.turn(done="a", results={"a": '"second"'})
     assert waiting.result() == "second"
-    assert queue.inspector.job("a")["state"] == "waiting", "the third one"
+    assert queue.inspector.job("a")["state"] == "waiting", "the third job waits"
 
 
 def cancel(queue: OneQueue, worker: HandWorker) -> None:
@@ -212,7 +212,7 @@ def remove_and_finish(queue: OneQueue, worker: HandWorker) -> None:
 @pytest.mark.parametrize(
     ("job_id", "end"), [("w", cancel), ("a", remove_and_fail), ("a", remove_and_die), ("a", remove_and_finish)]
 )
-def test_a_job_that_is_taken_away_is_unknown(
+def test_waiting_for_a_cancelled_or_removed_job_raises_unknown_job(
     queue: OneQueue, job_id: str, end: Callable[[OneQueue, HandWorker], None]
 ) -> None:
     worker = claimed(queue, "a")
@@ -223,7 +223,7 @@ def test_a_job_that_is_taken_away_is_unknown(
         waiting.result()
 
 
-def test_an_earlier_result_is_not_that_of_a_job_that_was_cancelled(queue: OneQueue) -> None:
+def test_an_earlier_result_is_not_returned_for_a_cancelled_job(queue: OneQueue) -> None:
     claimed(queue, "a").turn(done="a", results={"a": '"earlier"'})
     queue.enqueue("a")
     waiting = Waiting(queue).begun()
@@ -232,7 +232,7 @@ def test_an_earlier_result_is_not_that_of_a_job_that_was_cancelled(queue: OneQue
         waiting.result()
 
 
-def test_an_earlier_result_is_not_that_of_a_job_that_was_removed(queue: OneQueue) -> None:
+def test_an_earlier_result_is_not_returned_for_a_removed_job(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     worker.turn(done="a", results={"a": '"earlier"'})
     queue.enqueue("a")
@@ -244,7 +244,7 @@ def test_an_earlier_result_is_not_that_of_a_job_that_was_removed(queue: OneQueue
         waiting.result()
 
 
-def test_who_waits_for_nothing_is_told_at_once(queue: OneQueue) -> None:
+def test_waiting_for_an_unknown_job_raises_at_once(queue: OneQueue) -> None:
     jobs = Client(queue.url).queue("q")
     with pytest.raises(UnknownJob):
         jobs.wait("nothing", 5)
@@ -257,14 +257,14 @@ def test_who_waits_for_nothing_is_told_at_once(queue: OneQueue) -> None:
 
 
 @pytest.mark.parametrize("option", ["keep_done_ms", "done_max"])
-def test_a_queue_that_keeps_nothing_cannot_be_waited_for(queue: OneQueue, option: str) -> None:
+def test_a_queue_that_keeps_no_results_refuses_wait(queue: OneQueue, option: str) -> None:
     queue.registry.configure("q", {option: 0}, {})
     queue.enqueue("a")
     with pytest.raises(UsageError, match="keep_done"):
         Client(queue.url).queue("q").wait("a", 5)
 
 
-def test_a_queue_that_ceases_to_keep_results_says_that_its_job_is_done(queue: OneQueue) -> None:
+def test_wait_reports_a_done_job_if_the_queue_stops_keeping_results(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     waiting = Waiting(queue).begun()
     queue.registry.configure("q", {"keep_done_ms": 0}, {})
@@ -274,7 +274,7 @@ def test_a_queue_that_ceases_to_keep_results_says_that_its_job_is_done(queue: On
 
 
 @pytest.mark.parametrize(("result", "reason"), [("!it is a socket", "it is a socket"), (None, "was lost")])
-def test_a_job_without_a_result_says_why(queue: OneQueue, result: str | None, reason: str) -> None:
+def test_a_missing_result_is_explained(queue: OneQueue, result: str | None, reason: str) -> None:
     worker = claimed(queue, "a")
     waiting = Waiting(queue).begun()
     if result is None:
@@ -285,7 +285,7 @@ def test_a_job_without_a_result_says_why(queue: OneQueue, result: str | None, re
         waiting.result()
 
 
-def test_time_is_up(queue: OneQueue) -> None:
+def test_wait_times_out(queue: OneQueue) -> None:
     queue.enqueue("a")
     began = time.monotonic()
     with pytest.raises(WaitTimeout):
@@ -297,7 +297,7 @@ def test_time_is_up(queue: OneQueue) -> None:
         assert str(BY_CODE[code]("text")) == "text"
 
 
-def test_a_queue_that_is_deleted_is_unknown_to_all_who_wait(queue: OneQueue) -> None:
+def test_deleting_the_queue_ends_every_wait_with_unknown_queue(queue: OneQueue) -> None:
     queue.enqueue("a", "b")
     waiting = [Waiting(queue, job_id).begun() for job_id in "ab"]
     queue.registry.delete("q", force=True)
@@ -307,13 +307,13 @@ def test_a_queue_that_is_deleted_is_unknown_to_all_who_wait(queue: OneQueue) -> 
     assert not queue.redis.exists(queue.key("waiters"))
 
 
-def test_a_queue_for_which_very_many_wait_can_be_deleted(queue: OneQueue) -> None:
+def test_a_queue_with_very_many_waiters_can_be_deleted(queue: OneQueue) -> None:
     queue.redis.hset(queue.key("waiters"), mapping={f"j{number}": 1 for number in range(10_000)})
-    assert heard(queue, "j9999", lambda: queue.registry.delete("q", force=True)) == ["deleted 0 -"]
+    assert published(queue, "j9999", lambda: queue.registry.delete("q", force=True)) == ["deleted 0 -"]
     assert queue.redis.keys("*:told:*") == []
 
 
-def test_a_queue_that_was_made_again_while_nobody_heard_is_another(queue: OneQueue) -> None:
+def test_a_queue_deleted_and_created_again_unnoticed_ends_the_wait(queue: OneQueue) -> None:
     queue.enqueue("a")
     status = waiter(queue).check(None, VALID_MS)
     queue.registry.delete("q", force=True)
@@ -325,7 +325,7 @@ def test_a_queue_that_was_made_again_while_nobody_heard_is_another(queue: OneQue
         waiter(queue).check(status.target, VALID_MS)
 
 
-def test_many_wait_for_one_job_and_one_for_each_of_many(queue: OneQueue) -> None:
+def test_many_waiters_of_one_job_and_one_waiter_for_each_of_many_jobs(queue: OneQueue) -> None:
     ids = "abcdefgh"
     worker = claimed(queue, *ids)
     waiting = [Waiting(queue, job_id) for job_id in ids for _ in range(5)]
@@ -336,7 +336,7 @@ def test_many_wait_for_one_job_and_one_for_each_of_many(queue: OneQueue) -> None
     assert [one.result() for one in waiting] == [f"of {job_id}" for job_id in ids for _ in range(5)]
 
 
-def test_a_waiter_has_one_connection_and_leaves_none(queue: OneQueue) -> None:
+def test_a_waiter_uses_one_connection_and_closes_it(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
 
     def listening() -> int:
@@ -349,7 +349,7 @@ def test_a_waiter_has_one_connection_and_leaves_none(queue: OneQueue) -> None:
     wait_until(lambda: listening() == 0)
 
 
-def test_waiting_asks_nothing_while_nothing_happens(queue: OneQueue) -> None:
+def test_waiting_makes_no_calls_while_nothing_happens(queue: OneQueue) -> None:
     queue.enqueue("a")
     Waiting(queue, timeout=3).begun()
     time.sleep(0.2)
@@ -371,7 +371,7 @@ def test_a_job_that_ends_while_redis_is_restarted_is_found(redis_url: str) -> No
             server.start()
             queue.link.close()
             worker.consumer.close()
-            # Whoever is faster: what ends before a waiter is back is found by its check.
+            # If the job ends before the waiter has reconnected, the waiter's check finds it.
             queue.enqueue("b", if_exists="update")
             worker.turn(done="a", failed="b", keep=2, results={"a": '"kept"'})
             assert waits["a"].result() == "kept"
@@ -388,7 +388,7 @@ def test_a_job_that_ends_while_redis_is_restarted_is_found(redis_url: str) -> No
         server.remove()
 
 
-def test_without_redis_the_first_look_fails_and_a_later_one_waits_until_time_is_up(redis_url: str) -> None:
+def test_without_redis_the_first_check_fails_and_later_ones_retry_until_the_timeout(redis_url: str) -> None:
     server = Server()
     server.start()
     try:
@@ -404,7 +404,7 @@ def test_without_redis_the_first_look_fails_and_a_later_one_waits_until_time_is_
         server.remove()
 
 
-def test_out_of_memory_one_can_still_wait(queue: OneQueue) -> None:
+def test_wait_works_while_the_server_is_out_of_memory(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     queue.redis.config_set("maxmemory", 1)
     waiting = Waiting(queue).begun()
@@ -412,7 +412,7 @@ def test_out_of_memory_one_can_still_wait(queue: OneQueue) -> None:
     assert waiting.result() == 1
 
 
-# The script.
+# The script
 
 
 def again(queue: OneQueue, status: WaitStatus, job_id: str = "a") -> WaitStatus:
@@ -420,17 +420,17 @@ def again(queue: OneQueue, status: WaitStatus, job_id: str = "a") -> WaitStatus:
 
 
 def run_next(queue: OneQueue, worker: HandWorker, result: str) -> None:
-    """The job of that id that waits is claimed and done."""
+    """Claims the waiting job of the id and settles it as done."""
     assert worker.turn(want=1) == ["a"]
     worker.turn(done="a", results={"a": f'"{result}"'})
 
 
-def test_all_who_wait_for_one_job_have_its_mark_and_those_of_the_next_another(queue: OneQueue) -> None:
+def test_waiters_of_one_job_share_a_mark_and_those_of_the_next_have_another(queue: OneQueue) -> None:
     queue.enqueue("a")
     first = waiter(queue).check(None, VALID_MS)
     worker = queue.worker()
     worker.turn(want=1)
-    assert waiter(queue).check(None, VALID_MS).target == first.target, "it is claimed, and the same job"
+    assert waiter(queue).check(None, VALID_MS).target == first.target, "the claimed job is still the same job"
     queue.enqueue("a", if_exists="update")
     worker.turn(done="a", results={"a": "1"})
     second = waiter(queue).check(None, VALID_MS)
@@ -442,10 +442,8 @@ def test_all_who_wait_for_one_job_have_its_mark_and_those_of_the_next_another(qu
 
 @pytest.mark.parametrize("begun", [False, True])
 @pytest.mark.parametrize("behind", ["blocked", "afterwards"])
-def test_the_result_of_the_next_job_of_that_id_is_never_taken_for_its_own(
-    queue: OneQueue, begun: bool, behind: str
-) -> None:
-    """Both are done before who waits for the first one looks."""
+def test_the_result_of_the_next_job_of_the_id_is_never_returned(queue: OneQueue, begun: bool, behind: str) -> None:
+    """Both are done before the waiter of the first one checks."""
     queue.enqueue("a")
     worker = queue.worker()
     if begun:
@@ -463,7 +461,7 @@ def test_the_result_of_the_next_job_of_that_id_is_never_taken_for_its_own(
     assert [again(queue, each).done.result for each in (status, other)] == ["first", "second"]  # type: ignore[union-attr]
 
 
-def test_a_job_that_waits_for_its_time_and_is_updated_stays_the_same(queue: OneQueue) -> None:
+def test_a_scheduled_job_that_is_updated_stays_the_same_job(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job(1, id="a", run_in=3600)])
     status = waiter(queue).check(None, VALID_MS)
     queue.producer.enqueue([new_job(2, id="a")], Update("update"))
@@ -473,7 +471,7 @@ def test_a_job_that_waits_for_its_time_and_is_updated_stays_the_same(queue: OneQ
     assert again(queue, status).done.result == "updated"  # type: ignore[union-attr]
 
 
-def test_a_job_that_comes_back_with_what_was_blocked_behind_it_stays_the_same(queue: OneQueue) -> None:
+def test_a_job_that_comes_back_with_a_merged_dispatch_stays_the_same_job(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     status = waiter(queue).check(None, VALID_MS)
     queue.enqueue("a", if_exists="update")
@@ -483,7 +481,7 @@ def test_a_job_that_comes_back_with_what_was_blocked_behind_it_stays_the_same(qu
     assert again(queue, status).done.result == "at last"  # type: ignore[union-attr]
 
 
-def test_a_cancelled_job_is_not_the_one_that_was_enqueued_after_it(queue: OneQueue) -> None:
+def test_a_cancelled_job_is_not_confused_with_the_next_one(queue: OneQueue) -> None:
     queue.enqueue("a")
     waiting = Waiting(queue).begun()
     status = waiter(queue).check(None, VALID_MS)
@@ -495,7 +493,7 @@ def test_a_cancelled_job_is_not_the_one_that_was_enqueued_after_it(queue: OneQue
     assert again(queue, status).state == "cancelled"
 
 
-def test_a_dead_job_is_not_the_one_that_was_done_after_it(queue: OneQueue) -> None:
+def test_a_dead_job_is_not_confused_with_the_next_done_one(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     status = waiter(queue).check(None, VALID_MS)
     queue.enqueue("a", if_exists="update")
@@ -507,7 +505,7 @@ def test_a_dead_job_is_not_the_one_that_was_done_after_it(queue: OneQueue) -> No
     assert waiter(queue).error_of_dead(died) == {"name": "Oops", "message": "no"}
 
 
-def test_a_result_that_is_kept_no_more_is_still_told_to_who_waits(queue: OneQueue) -> None:
+def test_a_waiter_gets_a_result_that_is_no_longer_kept(queue: OneQueue) -> None:
     queue.registry.configure("q", {"done_max": 1}, {})
     worker = claimed(queue, "a", "b")
     status = waiter(queue).check(None, VALID_MS)
@@ -517,8 +515,8 @@ def test_a_result_that_is_kept_no_more_is_still_told_to_who_waits(queue: OneQueu
     assert again(queue, status).done.result == "first"  # type: ignore[union-attr]
 
 
-def test_what_was_told_is_forgotten_after_a_minute_and_a_result_after_ten_seconds(queue: OneQueue) -> None:
-    """Else results that are waited for would take memory for a minute, however few of them the queue keeps."""
+def test_a_stored_end_expires_after_a_minute_and_its_result_after_ten_seconds(queue: OneQueue) -> None:
+    """Otherwise results with waiters would use memory for a minute, whatever the queue keeps."""
     worker = claimed(queue, "a", "b", "c")
     of_a, of_b = (waiter(queue, job_id).check(None, VALID_MS).target.mark for job_id in "ab")
     worker.turn(done="ac", keep=1, results={"a": "1", "c": "3"})
@@ -529,34 +527,34 @@ def test_what_was_told_is_forgotten_after_a_minute_and_a_result_after_ten_second
     assert 50_000 < queue.redis.pttl(without) <= 60_000
 
 
-def forget_who_waits(queue: OneQueue) -> None:
-    """He was away for longer than he was written down for."""
+def expire_waiters(queue: OneQueue) -> None:
+    """The waiter was disconnected longer than its registration is valid."""
     queue.redis.delete(queue.key("waiters"), *queue.redis.keys("*:told:*"))
 
 
-def test_who_was_away_for_long_finds_his_job_by_the_time_it_was_enqueued(queue: OneQueue) -> None:
+def test_an_expired_waiter_finds_its_job_by_the_enqueue_time(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     status = waiter(queue).check(None, VALID_MS)
-    forget_who_waits(queue)
+    expire_waiters(queue)
     other = waiter(queue).check(None, VALID_MS)
     assert other.target != status.target
     seen = again(queue, status)
-    assert (seen.state, seen.target) == ("live", other.target), "both are told"
+    assert (seen.state, seen.target) == ("live", other.target), "both waiters see the live job"
     worker.turn(done="a", results={"a": '"mine"'})
-    forget_who_waits(queue)
+    expire_waiters(queue)
     assert again(queue, status).done.result == "mine"  # type: ignore[union-attr]
     time.sleep(0.002)
     queue.enqueue("a")
-    assert again(queue, status).done.result == "mine", "another one is live"  # type: ignore[union-attr]
+    assert again(queue, status).done.result == "mine", "another job is live"  # type: ignore[union-attr]
     run_next(queue, worker, "of the other one")
     assert again(queue, status).state == "gone"
 
 
-def test_who_was_away_for_long_finds_a_dead_job_by_the_time_it_was_enqueued(queue: OneQueue) -> None:
+def test_an_expired_waiter_finds_its_dead_job_by_the_enqueue_time(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     status = waiter(queue).check(None, VALID_MS)
     worker.turn(failed="a", error='{"name":"Oops"}')
-    forget_who_waits(queue)
+    expire_waiters(queue)
     assert again(queue, status).state == "gone"
     assert waiter(queue).error_of_last_dead(status.target) == {"name": "Oops"}
     time.sleep(0.002)
@@ -565,8 +563,8 @@ def test_who_was_away_for_long_finds_a_dead_job_by_the_time_it_was_enqueued(queu
     assert waiter(queue).error_of_last_dead(other.target) is None
 
 
-def test_an_end_that_is_told_without_a_mark_is_found(queue: OneQueue) -> None:
-    """By an earlier release."""
+def test_an_end_published_without_a_mark_is_found(queue: OneQueue) -> None:
+    """As published by an earlier release."""
     worker = claimed(queue, "a")
     waiting = Waiting(queue).begun()
     queue.redis.hset(queue.key("waiters"), "a", 2**42)
@@ -577,7 +575,7 @@ def test_an_end_that_is_told_without_a_mark_is_found(queue: OneQueue) -> None:
     assert waiting.result() == "found"
 
 
-def test_many_jobs_of_one_id_one_behind_the_other_give_each_its_own_result(queue: OneQueue) -> None:
+def test_each_of_many_consecutive_jobs_of_one_id_returns_its_own_result(queue: OneQueue) -> None:
     worker = claimed(queue, "a")
     waits = []
     for number in range(30):
@@ -590,7 +588,7 @@ def test_many_jobs_of_one_id_one_behind_the_other_give_each_its_own_result(queue
     assert [waiting.result() for waiting in waits] == list(range(30))
 
 
-def test_a_waiter_is_written_down_for_a_while_and_the_last_to_go_counts(queue: OneQueue) -> None:
+def test_a_waiter_is_registered_for_a_limited_time_and_the_latest_expiry_counts(queue: OneQueue) -> None:
     queue.enqueue("a")
     waiter(queue).check(None, 60_000)
     seconds, micros = queue.redis.time()
@@ -602,18 +600,18 @@ def test_a_waiter_is_written_down_for_a_while_and_the_last_to_go_counts(queue: O
     assert 100_000 < queue.redis.pttl(queue.key("waiters")) <= 120_000
 
 
-def test_waiters_that_died_are_forgotten_by_chance(queue: OneQueue) -> None:
+def test_dead_waiters_are_removed_at_random(queue: OneQueue) -> None:
     queue.enqueue("a")
     queue.redis.hset(queue.key("waiters"), mapping={f"dead{number}": 1 for number in range(20)})
 
-    def only_the_living() -> bool:
+    def only_live_waiters() -> bool:
         waiter(queue).check(None, VALID_MS)
         return set(waiters(queue)) == {"a"}
 
-    wait_until(only_the_living)
+    wait_until(only_live_waiters)
 
 
-def heard(queue: OneQueue, job_id: str, act: Callable[[], object]) -> list[str]:
+def published(queue: OneQueue, job_id: str, act: Callable[[], object]) -> list[str]:
     subscription = Subscription(queue.url, ended_channel(queue.base, 0, job_id), name="test", exact=True)
     subscription.connect()
     act()
@@ -626,31 +624,31 @@ def heard(queue: OneQueue, job_id: str, act: Callable[[], object]) -> list[str]:
     return messages[:-1]
 
 
-def test_only_who_waits_is_told_how_a_job_ended_and_once(queue: OneQueue) -> None:
+def test_only_waiters_are_notified_of_the_end_of_a_job_and_once(queue: OneQueue) -> None:
     worker = claimed(queue, "a", "b", "c", "d")
     queue.enqueue("waits", priority=9)
     mark = {job_id: waiter(queue, job_id).check(None, VALID_MS).target.mark for job_id in ("a", "b", "c", "waits")}
     fence = worker.fence
-    assert heard(queue, "a", lambda: worker.turn(done="a", keep=3)) == [f"done {fence} {mark['a']}"]
-    assert heard(queue, "b", lambda: worker.turn(failed="b", keep=2)) == [f"dead {fence} {mark['b']}"]
+    assert published(queue, "a", lambda: worker.turn(done="a", keep=3)) == [f"done {fence} {mark['a']}"]
+    assert published(queue, "b", lambda: worker.turn(failed="b", keep=2)) == [f"dead {fence} {mark['b']}"]
     queue.producer.remove("c")
-    assert heard(queue, "c", lambda: worker.turn(failed="c", keep=1)) == [f"cancelled 0 {mark['c']}"]
-    assert heard(queue, "d", lambda: worker.turn(done="d")) == []
+    assert published(queue, "c", lambda: worker.turn(failed="c", keep=1)) == [f"cancelled 0 {mark['c']}"]
+    assert published(queue, "d", lambda: worker.turn(done="d")) == []
     queue.enqueue("a")
     worker.turn(want=1)
-    assert heard(queue, "a", lambda: worker.turn(done="a")) == [], "that was told to somebody else"
+    assert published(queue, "a", lambda: worker.turn(done="a")) == [], "the end was already published to other waiters"
 
 
-def test_what_is_given_back_is_no_end(queue: OneQueue) -> None:
+def test_a_returned_job_does_not_end_the_wait(queue: OneQueue) -> None:
     worker = claimed(queue, "a", "b")
     queue.producer.remove("b")
     for job_id in "ab":
         waiter(queue, job_id).check(None, VALID_MS)
-    assert heard(queue, "a", lambda: queue.recover(worker, running=True)) == []
-    assert set(waiters(queue)) == {"a"}, "the removed one has ended"
+    assert published(queue, "a", lambda: queue.recover(worker, running=True)) == []
+    assert set(waiters(queue)) == {"a"}, "the removed job has ended"
 
 
-def test_the_end_of_an_external_job_is_told(redis_url: str) -> None:
+def test_the_end_of_an_external_job_is_published(redis_url: str) -> None:
     queue = ExternalQueue(redis_url, keep_done_ms=HOUR_MS)
     queue.enqueue("a")
     waiting = Waiting(queue).begun()

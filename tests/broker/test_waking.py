@@ -1,4 +1,4 @@
-"""Tokens: an idle worker blocks on one list, and wakes for work in any."""
+"""Wake tokens: an idle worker blocks on one list and is woken for work in any list."""
 
 import threading
 import time
@@ -26,7 +26,7 @@ def test_pending_work_needs_no_token(queue: OneQueue) -> None:
 
 
 @pytest.mark.parametrize("step", ["turn", "cancel"])
-def test_who_takes_the_last_pending_hint_leaves_a_token_for_the_other_lists(queue: OneQueue, step: str) -> None:
+def test_taking_the_last_pending_hint_leaves_a_token_for_the_other_lists(queue: OneQueue, step: str) -> None:
     queue.enqueue("a")
     queue.enqueue("b", priority=9)
     if step == "turn":
@@ -36,7 +36,7 @@ def test_who_takes_the_last_pending_hint_leaves_a_token_for_the_other_lists(queu
     assert queue.pending() == [""]
 
 
-def test_each_worker_that_wakes_wakes_the_next_while_there_is_work(queue: OneQueue) -> None:
+def test_each_woken_worker_wakes_the_next_while_there_is_work(queue: OneQueue) -> None:
     for job_id in "abc":
         queue.enqueue(job_id, priority=1)
     for name, job_id in zip(("w1", "w2", "w3"), "abc", strict=True):
@@ -47,7 +47,7 @@ def test_each_worker_that_wakes_wakes_the_next_while_there_is_work(queue: OneQue
     assert queue.state().processing == {"w1": ["a"], "w2": ["b"], "w3": ["c"]}
 
 
-def test_a_token_that_died_with_its_worker_is_replaced(queue: OneQueue) -> None:
+def test_a_token_lost_with_its_worker_is_replaced(queue: OneQueue) -> None:
     queue.enqueue("a", priority=1)
     for name, processor in (("w1", "p1"), ("w2", "p2")):
         worker = queue.worker(name, processor)
@@ -67,14 +67,14 @@ def test_a_heartbeat_replaces_a_lost_token(queue: OneQueue) -> None:
     assert queue.pending() == [""]
 
 
-def test_a_token_is_no_job_to_anyone(queue: OneQueue) -> None:
+def test_a_token_is_never_treated_as_a_job(queue: OneQueue) -> None:
     queue.enqueue("a", priority=1)
     counts = queue.inspector.counts()
     assert (counts.waiting, counts.active, counts.dropped) == (1, 0, 0)
     assert [job["id"] for job in queue.inspector.jobs().jobs] == ["a"]
 
 
-def test_nothing_is_woken_while_paused_and_everybody_on_resume(queue: OneQueue) -> None:
+def test_no_worker_is_woken_while_paused_and_all_are_on_resume(queue: OneQueue) -> None:
     workers = [queue.worker("w1", "p1"), queue.worker("w2", "p2")]
     queue.registry.pause(queue.name, paused=True)
     queue.enqueue("a", priority=1)
@@ -98,7 +98,7 @@ def test_a_blocked_worker_wakes_for_any_priority(queue: OneQueue) -> None:
         assert worker.turn(want=1) == [f"n{priority}"]
 
 
-def test_a_retry_child_that_wakes_keeps_no_token(queue: OneQueue) -> None:
+def test_a_woken_retry_process_keeps_no_token(queue: OneQueue) -> None:
     child = queue.worker("r1", lane="retry")
     for _ in range(3):
         queue.redis.rpush(queue.key("failed"), "")
@@ -107,7 +107,7 @@ def test_a_retry_child_that_wakes_keeps_no_token(queue: OneQueue) -> None:
     assert queue.redis.exists(queue.key("failed")) == 0
 
 
-def test_a_paused_retry_child_hears_of_fail_jobs(queue: OneQueue) -> None:
+def test_a_paused_retry_process_is_woken_for_fail_jobs(queue: OneQueue) -> None:
     queue.registry.pause(queue.name, paused=True)
     worker, child = queue.worker("w1"), queue.worker("r1", lane="retry")
     queue.redis.rpush(queue.key("failed"), "")
@@ -118,13 +118,13 @@ def test_a_paused_retry_child_hears_of_fail_jobs(queue: OneQueue) -> None:
     waiting = threading.Thread(target=worker.consumer.wait_for_wake, daemon=True)
     waiting.start()
     waiting.join(0.2)
-    assert waiting.is_alive(), "a main worker hears of nothing but its wake"
+    assert waiting.is_alive(), "a main worker is woken only by its own wake"
     queue.registry.pause(queue.name, paused=False)
     waiting.join(5)
     assert not waiting.is_alive()
 
 
-# What each verb does at its end besides waking an idle worker is its own decision.
+# At its end each verb decides what else to do besides waking an idle worker.
 NOBODY = ("p9", "w9")
 RINGS: dict[str, tuple[object, ...]] = {
     "enqueue": (),
@@ -141,8 +141,8 @@ RINGS_NOBODY: dict[str, tuple[object, ...]] = {
 
 
 @pytest.mark.parametrize("verb", [*RINGS, *RINGS_NOBODY])
-def test_only_a_verb_that_may_make_an_item_ready_rings_who_awaits_one(redis_url: str, verb: str) -> None:
-    """Two items wait, and somebody awaits one who was not rung, as if the one who was had died."""
+def test_only_a_verb_that_may_make_an_item_ready_notifies_an_awaiter(redis_url: str, verb: str) -> None:
+    """Two items wait and an awaiter was not notified, as if the notified one had died."""
     with gate(redis_url, "on_request") as queue:
         queue.registry.pause(queue.name, paused=True)
         queue.enqueue("a", "b")
@@ -167,11 +167,11 @@ WAKES_NOBODY: dict[str, tuple[object, ...]] = {"cancel": ("d", 0), "revive": ("g
 
 
 @pytest.mark.parametrize("verb", [*WAKES, *WAKES_NOBODY])
-def test_only_a_verb_that_may_make_room_wakes_who_is_limited(queue: OneQueue, verb: str) -> None:
-    """There is room, and a worker waits for it that was not woken, as if the call that made the room had been lost."""
+def test_only_a_verb_that_may_free_a_place_wakes_a_limited_worker(queue: OneQueue, verb: str) -> None:
+    """A place is free and a limited worker was not woken, as if the call that freed the place had been lost."""
     queue.set_options(max_active=5)
     queue.enqueue("a", "b", "c", "d")
-    # One at a time, with max_active: what it has claimed before is what can be rescued.
+    # With max_active jobs are claimed one at a time, so only an earlier claim can be rescued.
     other, first = queue.worker("w2"), queue.worker("w1")
     other.turn(want=1)
     other.turn(want=1, keep=1)
@@ -188,11 +188,11 @@ def test_only_a_verb_that_may_make_room_wakes_who_is_limited(queue: OneQueue, ve
             queue.redis.hset(queue.key("options"), "paused", 1)
         queue.link.run(script(verb), queue.base, *(WAKES | WAKES_NOBODY)[verb])
     assert limited(queue) == ([] if verb in WAKES else ["p1 w1"])
-    assert wakes(queue, first) == (1 if verb in {*WAKES, "pause"} else 0), "a queue that is resumed wakes every worker"
+    assert wakes(queue, first) == (1 if verb in {*WAKES, "pause"} else 0), "a resumed queue wakes every worker"
 
 
 def test_without_limits_a_turn_does_not_look_for_limited_workers(queue: OneQueue) -> None:
-    """They were limited before: promote wakes them, some per call."""
+    """Workers limited earlier are woken by promote, some per call."""
     queue.redis.zadd(queue.key("limited"), {"p1 w1": 1, "p1 w2": 2})
     queue.worker("w3").turn(want=1)
     assert limited(queue) == ["p1 w1", "p1 w2"]
@@ -201,7 +201,7 @@ def test_without_limits_a_turn_does_not_look_for_limited_workers(queue: OneQueue
 
 
 @pytest.mark.parametrize("verb", ["turn", "recover"])
-def test_what_was_blocked_in_a_queue_that_works_gets_no_item_timeout(queue: OneQueue, verb: str) -> None:
+def test_an_unblocked_job_of_a_work_queue_gets_no_item_timeout(queue: OneQueue, verb: str) -> None:
     queue.set_options(item_timeout_ms=60_000)
     queue.enqueue("a")
     worker = queue.worker()
