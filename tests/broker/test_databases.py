@@ -22,7 +22,7 @@ from forq.broker.outbox import OutboxSubscription
 from forq.broker.pubsub import Subscription
 from forq.errors import UnknownJob
 from forq.redis_url import database_of
-from tests.broker.test_waiting import Waiting, run_next
+from tests.broker.test_wait import Waiting, run_next
 from tests.support.drive.one_queue import OneQueue, one_queue
 from tests.support.drive.release_queue import gate
 
