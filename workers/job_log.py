@@ -16,7 +16,7 @@ from collections.abc import Callable
 from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
-from forq.broker.replies import Fate, headline
+from forq.broker.scripts import Fate, headline
 from forq.errors import RetryAt
 from forq.output.streams import count_logged_lines, write_past_logging
 from forq.output.writer import CURRENT_JOB

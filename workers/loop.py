@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from forq.broker.claim import Consumer, Limits, Results, Settled, Turn
-from forq.broker.replies import Fate
+from forq.broker.scripts import Fate
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.output.streams import finish_output, mark_job_end
 from forq.procs.backoff import Backoff, reconnecting

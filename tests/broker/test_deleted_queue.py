@@ -2,8 +2,7 @@
 
 import pytest
 
-from forq.broker.replies import NO_QUEUE
-from forq.broker.scripts import script
+from forq.broker.scripts import NO_QUEUE, script
 from forq.errors import UnknownQueue
 from tests.support.drive.one_queue import OneQueue
 

@@ -8,7 +8,7 @@ import pytest
 from forq.broker.claim import Settled
 from forq.broker.enqueue import Update, new_job
 from forq.broker.recovery import Outcome, Recovered
-from forq.broker.replies import Fate
+from forq.broker.scripts import Fate
 from tests.support.drive.one_queue import EXPIRY_MS, NO, HandWorker, OneQueue, one_queue
 
 OPTIONS: dict[str, Any] = {

@@ -15,8 +15,7 @@ import pytest
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base, registry_key
 from forq.broker.link import Link
 from forq.broker.registry import Registry
-from forq.broker.replies import NO_QUEUE, OK
-from forq.broker.scripts import script
+from forq.broker.scripts import NO_QUEUE, OK, script
 from forq.errors import BeingDeleted, ForqError, QueueNotEmpty, UnknownQueue
 from forq.settings import stored_defaults
 from forq.version import PROTOCOL

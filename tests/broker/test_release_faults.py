@@ -10,8 +10,7 @@ from forq import client
 from forq.broker.enqueue import Update, new_job
 from forq.broker.leases import LeaseReply, Leases
 from forq.broker.link import Link
-from forq.broker.replies import NO_QUEUE
-from forq.broker.scripts import script
+from forq.broker.scripts import NO_QUEUE, script
 from forq.errors import BackPressure, LeaseLapsed, OutcomeUnknown
 from tests.support.drive.one_queue import State
 from tests.support.drive.release_queue import ReleaseQueue, gate

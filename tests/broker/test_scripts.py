@@ -10,8 +10,7 @@ import pytest
 from forq.broker import scripts
 from forq.broker.keys import CHANNELS, QUEUE_KEYS, queue_base
 from forq.broker.link import Link
-from forq.broker.replies import LUA_CONSTANTS, error_for
-from forq.broker.scripts import FILES, flags, script
+from forq.broker.scripts import FILES, LUA_CONSTANTS, error_for, flags, script
 from forq.errors import ForqError
 from tests.support.drive.one_queue import OneQueue, one_queue
 from tests.support.drive.release_queue import ReleaseQueue

@@ -2,7 +2,7 @@
 
 import random
 
-from forq.broker.replies import FENCED, STALE
+from forq.broker.scripts import FENCED, STALE
 from tests.chaos.hit import Hit
 from tests.chaos.stage import Stage
 from tests.support.faults.proxy import Proxy

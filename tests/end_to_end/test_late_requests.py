@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.broker.replies import STALE
+from forq.broker.scripts import STALE
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from forq.broker.recovery import Outcome
-from forq.broker.replies import Fate
+from forq.broker.scripts import Fate
 from forq.output.format import FIFO_NAME, MARK, Line, open_fifo, unpack
 from forq.services.pulse import log_lost_attempt
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forq.broker.recovery import Heartbeat, Position, QueueGone, Recovered
-from forq.broker.replies import Fate
+from forq.broker.scripts import Fate
 from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.procs import jsonrpc
 from forq.procs.scoreboard import Role, Slot, State, pack_position

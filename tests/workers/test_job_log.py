@@ -14,7 +14,7 @@ import pytest
 
 from forq import Job, Permanent, RetryAt
 from forq.broker.record import pack_body
-from forq.broker.replies import Fate
+from forq.broker.scripts import Fate
 from forq.output.streams import CaptureHandler
 from forq.output.writer import OutputWriter
 from forq.workers import job_log

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from forq.broker.claim import Limits, Turn
-from forq.broker.replies import Fate
+from forq.broker.scripts import Fate
 from forq.errors import Fenced, OutcomeUnknown
 from forq.procs.scoreboard import POSITION, TAKEN, PositionParts, Scoreboard, Slot, State, unpack_position
 from forq.settings import defaults

@@ -5,8 +5,7 @@ from typing import Any
 
 from forq.broker.keys import pending_key, processing_key, queue_base, retry_key, suspects_key, swept_key, wake_key
 from forq.broker.link import Link
-from forq.broker.replies import LIMITED, OK, PAUSED, Fate, error_for, read_fates
-from forq.broker.scripts import script
+from forq.broker.scripts import LIMITED, OK, PAUSED, Fate, error_for, read_fates, script
 from forq.errors import ForqError
 from forq.version import PROTOCOL
 

@@ -12,8 +12,7 @@ from typing import Any
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.record import read_error, show_record, unpack
-from forq.broker.replies import BROKEN, EXISTS, FULL, NO_QUEUE, OK, error_for
-from forq.broker.scripts import Script, script
+from forq.broker.scripts import BROKEN, EXISTS, FULL, NO_QUEUE, OK, Script, error_for, script
 from forq.errors import ForqError, InvalidData, InvalidId, UnknownJob, UsageError
 from forq.values import check_queue_name, shown
 

@@ -11,8 +11,7 @@ from typing import Any, NamedTuple
 from forq.broker.keys import DEFAULT_PRIORITY, durable_mark, queue_base
 from forq.broker.link import Link
 from forq.broker.record import pack_body
-from forq.broker.replies import OK, error_for
-from forq.broker.scripts import script
+from forq.broker.scripts import OK, error_for, script
 from forq.errors import ForqError, InvalidData, NoReplica, OutcomeUnknown, UsageError
 from forq.job import current_trace, new_id
 from forq.values import check_job_id, check_queue_name, check_type, shown

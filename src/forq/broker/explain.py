@@ -9,7 +9,7 @@ from forq.broker.journal import Entry, Event, read_entry, unpack_entry
 from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
 from forq.broker.link import READ_BYTES, Link
 from forq.broker.registry import now_ms
-from forq.broker.replies import NO_QUEUE, error_for
+from forq.broker.scripts import NO_QUEUE, error_for
 from forq.errors import InvalidData, UnknownJob
 from forq.progress import show_progress
 from forq.settings import EXTERNAL, RELEASE_MODES, WORK

@@ -11,9 +11,8 @@ from forq.broker.dead import DeadJobs, read_dead
 from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
 from forq.broker.link import Link
 from forq.broker.record import Record, unpack, unpacked_fields
-from forq.broker.replies import NO_QUEUE, OK, error_for
 from forq.broker.results import read_done, why_not_kept
-from forq.broker.scripts import script
+from forq.broker.scripts import NO_QUEUE, OK, error_for, script
 from forq.errors import InvalidData, UnknownJob, UsageError
 from forq.values import check_job_id, check_queue_name, show_rate, shown
 

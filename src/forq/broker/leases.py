@@ -15,8 +15,7 @@ import orjson
 from forq.broker.keys import awaiter_key, queue_base
 from forq.broker.link import Link
 from forq.broker.record import Record, unpack
-from forq.broker.replies import NO_QUEUE, OK, error_for
-from forq.broker.scripts import script
+from forq.broker.scripts import NO_QUEUE, OK, error_for, script
 from forq.errors import InvalidData, InvalidId
 from forq.settings import EXTERNAL
 from forq.values import check_job_id, check_queue_name, shown

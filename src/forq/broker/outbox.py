@@ -12,8 +12,7 @@ import orjson
 from forq.broker.keys import outbox_channels, outbox_key, queue_base, taken_outbox_name
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
-from forq.broker.replies import OK, error_for
-from forq.broker.scripts import script
+from forq.broker.scripts import OK, error_for, script
 from forq.redis_url import database_of
 
 MAX_LINES = 500

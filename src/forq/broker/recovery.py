@@ -8,9 +8,8 @@ import orjson
 
 from forq.broker.keys import queue_base, workers_key
 from forq.broker.link import Link
-from forq.broker.replies import FENCED, NO_QUEUE, OK, Fate, error_for, read_fates
 from forq.broker.schedules import Ticker
-from forq.broker.scripts import script
+from forq.broker.scripts import FENCED, NO_QUEUE, OK, Fate, error_for, read_fates, script
 from forq.errors import Fenced, ForqError, RedisUnavailable
 
 # What happened to the job that a dead worker was running: it crashed the process (counted), it exceeded its timeout

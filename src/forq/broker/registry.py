@@ -15,8 +15,7 @@ from forq.broker.keys import (
 from forq.broker.link import READ_BYTES, Link
 from forq.broker.outbox import forget, read_line
 from forq.broker.record import unpack
-from forq.broker.replies import CHANGED, NO_QUEUE, OK, error_for
-from forq.broker.scripts import script
+from forq.broker.scripts import CHANGED, NO_QUEUE, OK, error_for, script
 from forq.errors import InvalidData, UnknownQueue
 from forq.redis_url import database_of
 from forq.settings import SHARED_MODES, WORK, stored_fixed

@@ -17,8 +17,7 @@ from forq.broker.keys import ended_channel, queue_base
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
 from forq.broker.record import read_error, show_record
-from forq.broker.replies import OK, error_for
-from forq.broker.scripts import script
+from forq.broker.scripts import OK, error_for, script
 from forq.errors import UnknownJob
 from forq.redis_url import database_of
 from forq.settings import EXTERNAL, OPTIONS, WORK

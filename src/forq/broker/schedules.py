@@ -20,8 +20,7 @@ import orjson
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.record import pack_data
-from forq.broker.replies import EXISTS, NO_QUEUE, OK, error_for
-from forq.broker.scripts import script
+from forq.broker.scripts import EXISTS, NO_QUEUE, OK, error_for, script
 from forq.errors import BackPressure, Exists, ForqError, InvalidData, RedisUnavailable, UnknownSchedule, UsageError
 from forq.schedules import CONFIG, Cron, Every, Rule, Schedule, next_tick, plan, read_zone, show_tick
 from forq.values import check_queue_name, check_schedule_key

@@ -17,7 +17,7 @@ from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
 from forq.broker.recovery import Heartbeat, Outcome, Position, QueueGone, WorkerRecovery
 from forq.broker.registry import Registry
-from forq.broker.replies import Fate, headline
+from forq.broker.scripts import Fate, headline
 from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.output.format import FIFO_NAME, Line, pack_line
 from forq.procs.cgroups import Cgroup
