@@ -19,7 +19,7 @@ from argparse_manpage.manpage import Manpage
 from forq.cli import parser_for
 from forq.ctl.command import ABOUT, ALL_EXIT_CODES, DURATIONS, ENVIRONMENT, GLOBAL_ARGUMENTS, Argument, Command
 from forq.ctl.commands import all_commands
-from forq.exits import MEANINGS
+from forq.errors import EXIT_MEANINGS
 from forq.settings import option_names
 from forq.version import VERSION
 
@@ -167,7 +167,7 @@ def forq_man() -> str:
     sections = {
         "signals": _entries(SIGNALS),
         "files": _entries(FILES),
-        "exit status": ["Of forq run:", *_entries(MEANINGS)],
+        "exit status": ["Of forq run:", *_entries(EXIT_MEANINGS)],
         "see also": ["forqctl(1)"],
     }
     return man_page(parser, about, sections)

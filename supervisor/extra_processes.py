@@ -6,8 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from forq import exits
-from forq.errors import CannotImport, ForqError
+from forq.errors import CannotImport, ExitCode, ForqError
 from forq.procs.loop import Timer
 from forq.procs.scoreboard import Role
 from forq.procs.stacks import stack_of_import
@@ -149,7 +148,7 @@ class Successors:
 
 
 def _reason(process: QueueProcess, end: Exit, code: int | None) -> CannotImport:
-    if code == exits.CONFIG and process.exit_reason:
+    if code == ExitCode.CONFIG and process.exit_reason:
         return CannotImport(process.exit_reason, process.traceback)
     return CannotImport(f"process {process.pid} ended with {end.text} while importing its handler")
 
@@ -233,11 +232,11 @@ class HelperProcesses:
     ) -> None:
         if progressed:
             self._respawn.forget()
-        if code == exits.QUEUE_GONE:
+        if code == ExitCode.QUEUE_GONE:
             self._deps.queue_gone(self._queue)
-        elif code == exits.FENCED:
+        elif code == ExitCode.FENCED:
             self._deps.heartbeat(self._queue)
-        elif code == exits.STOPPED:
+        elif code == ExitCode.STOPPED:
             if progressed:
                 self._deps.heartbeat(self._queue)
         else:

@@ -9,8 +9,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from forq import exits
-from forq.errors import CannotImport, ForqError
+from forq.errors import CannotImport, ExitCode, ForqError
 from forq.procs.loop import Timer
 from forq.procs.scoreboard import Role, Slot
 from forq.queue_spec import QueueSpec
@@ -434,15 +433,15 @@ class ServedQueue:
     ) -> None:
         """Respawns or gives up after an unexpected death. `code`: the announced exit code, if any."""
         name, role = self.spec.name, entry.role.name.lower()
-        if code in (exits.CONFIG, exits.INCOMPATIBLE):
+        if code in (ExitCode.CONFIG, ExitCode.INCOMPATIBLE):
             log.error("cannot serve queue queue=%s reason=%s", name, process.exit_reason)
             reason = process.exit_reason or end.text
             self.stop(reason=CannotImport(reason, process.traceback))
             self.config_error, self.traceback = reason, process.traceback
-        elif code == exits.QUEUE_GONE:
+        elif code == ExitCode.QUEUE_GONE:
             self._deps.queue_gone(name)
         else:
-            if code == exits.FENCED:
+            if code == ExitCode.FENCED:
                 # If this processor was evicted, all queues start anew. Pulse verifies it: one process may be wrong.
                 self._deps.heartbeat(name)
             lived = process.child.uptime_seconds()

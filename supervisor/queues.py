@@ -6,10 +6,10 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from forq import exits
 from forq.errors import (
     BackPressure,
     CannotImport,
+    ExitCode,
     ForqError,
     IncompatibleProtocol,
     QueueExists,
@@ -233,7 +233,7 @@ class Queues:
             queue.abandon()
             queue.stop(now=True)
             if isinstance(error, IncompatibleProtocol):
-                self._fail(exits.INCOMPATIBLE, str(error))
+                self._fail(ExitCode.INCOMPATIBLE, str(error))
 
     def create(self, spec: QueueSpec, seconds: float | None, then: Callable[[ForqError | None], None]) -> None:
         """Creates a queue. Its processes import the handler first; if that fails or takes longer than `seconds`,
@@ -410,7 +410,7 @@ class Queues:
         self._rejoined = [at for at in self._rejoined if now - at < REJOIN_SECONDS] + [now]
         if len(self._rejoined) > MAX_REJOINS:
             self._fail(
-                exits.EVICTED_TOO_OFTEN,
+                ExitCode.EVICTED_TOO_OFTEN,
                 f"this processor was evicted {len(self._rejoined)} times within {REJOIN_SECONDS:.0f} s: its heartbeats "
                 "reach Redis too late; check the load of this machine and of Redis, or raise expiry",
             )

@@ -12,8 +12,7 @@ from typing import Any
 
 from setproctitle import setproctitle
 
-from forq import exits
-from forq.errors import ForqError, IncompatibleServer
+from forq.errors import ExitCode, ForqError, IncompatibleServer
 from forq.procs.loop import Loop, Timer
 from forq.supervisor.config import Config
 from forq.supervisor.queues import Queues
@@ -37,7 +36,7 @@ class Supervisor:
         self.config = config
         self.state = state
         self.loop = loop
-        self.exit_code = exits.STOPPED
+        self.exit_code = ExitCode.STOPPED
         self.stopping = False
         self.started = loop.now()
         self.services = Services(config, state, loop, served=lambda: self.queues.served(), on_pulse=self._pulse_event)
@@ -93,10 +92,10 @@ class Supervisor:
             if self.stopping:
                 return
             if isinstance(answer, IncompatibleServer):
-                self.fail(exits.CONFIG, str(answer))
+                self.fail(ExitCode.CONFIG, str(answer))
             elif isinstance(answer, ForqError):
                 if self.config.require_redis:
-                    self.fail(exits.NO_REDIS, str(answer))
+                    self.fail(ExitCode.NO_REDIS, str(answer))
                 else:
                     self.services.redis_state = {"ok": False, "error": str(answer)}
                     self.loop.call_later(RETRY_SECONDS, self._check_server)

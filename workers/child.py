@@ -14,10 +14,9 @@ from dataclasses import dataclass
 import orjson
 from setproctitle import setproctitle
 
-from forq import exits
 from forq.broker.claim import Consumer, Limits
 from forq.broker.keys import fail_queue, queue_base
-from forq.errors import CannotImport, ConfigError, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
+from forq.errors import CannotImport, ConfigError, ExitCode, Fenced, ForqError, IncompatibleProtocol, UnknownQueue
 from forq.job import OFF, new_id
 from forq.output.streams import install
 from forq.procs.context import Context
@@ -84,14 +83,14 @@ def run_child(settings: ChildSettings, leash: socket.socket) -> int:
     except ConfigError as exc:
         trace = exc.traceback if isinstance(exc, CannotImport) else None
         reason = safe_text(exc.__str__)[:MAX_REASON]
-        send_to_supervisor(leash, {"exiting": exits.CONFIG, "reason": reason, "traceback": trace})
-        return exits.CONFIG
+        send_to_supervisor(leash, {"exiting": ExitCode.CONFIG, "reason": reason, "traceback": trace})
+        return ExitCode.CONFIG
     if settings.held:
         setproctitle(f"forq: {settings.name} (next) imported, waiting")
         send_to_supervisor(leash, {"imported": True})
         if not minder.wait_to_begin():
-            send_to_supervisor(leash, {"exiting": exits.STOPPED, "reason": ""})
-            return exits.STOPPED
+            send_to_supervisor(leash, {"exiting": ExitCode.STOPPED, "reason": ""})
+            return ExitCode.STOPPED
     return _WorkerPool(settings, leash, minder).run(handlers, fail_handler)
 
 
@@ -135,7 +134,7 @@ class _WorkerPool:
         self._tracing = _start_tracing(settings)
         self._job_log = JobLog()
         self._loops: list[Loop] = []
-        self._code = exits.STOPPED
+        self._code = ExitCode.STOPPED
         self._reason = ""
         self._ready = 0
         self._lock = threading.Lock()
@@ -177,14 +176,14 @@ class _WorkerPool:
         try:
             loop.run(self._on_worker_ready)
         except UnknownQueue:
-            self._fail(exits.QUEUE_GONE, None)
+            self._fail(ExitCode.QUEUE_GONE, None)
         except Fenced as exc:
-            self._fail(exits.FENCED, exc)
+            self._fail(ExitCode.FENCED, exc)
         except IncompatibleProtocol as exc:
-            self._fail(exits.INCOMPATIBLE, exc)
+            self._fail(ExitCode.INCOMPATIBLE, exc)
         except BaseException as exc:  # a bug in forq, or an exception that a handler's thread raised in this one
             log.exception("worker failed queue=%s", loop.queue)
-            self._fail(exits.FAILED, exc)
+            self._fail(ExitCode.FAILED, exc)
         finally:
             self._grants[loop.slot.number].give_back()
             self._send({"left": loop.slot.number})

@@ -23,14 +23,13 @@ from typing import Protocol
 import orjson
 from setproctitle import setproctitle
 
-from forq import exits
 from forq.broker.link import Link
-from forq.errors import ForqError
+from forq.errors import ExitCode, ForqError
 from forq.procs.backoff import Backoff
 from forq.procs.lines import LineBuffer
 from forq.procs.scoreboard import Slot, State
 from forq.procs.treekill import children_of, kill_descendants, read_stat
-from forq.progress import show_progress
+from forq.values import show_progress
 from forq.workers.exec_handlers import running_programs
 from forq.workers.grant import Grant
 from forq.workers.recycling import Recycling
@@ -176,7 +175,7 @@ class Minder:
 
     def _exit_with_supervisor(self) -> None:
         kill_descendants(os.getpid())
-        os._exit(exits.FAILED)
+        os._exit(ExitCode.FAILED)
 
     def _stop(self) -> None:
         self._stop_requested = True

@@ -1,7 +1,37 @@
-"""Every error forq raises.
+"""Every error forq raises, and the exit codes of its processes.
 
 Each class has a `code`, its name on the control socket, and the exit code that forqctl ends with.
 """
+
+
+class ExitCode:
+    """Exit codes of `forq run`, and of a queue's child to the supervisor."""
+
+    STOPPED = 0
+    FAILED = 1
+    WRONG_ARGUMENTS = 2
+    # From a queue's child to the supervisor.
+    QUEUE_GONE = 71  # the queue was deleted
+    FENCED = 72  # this processor has been removed from the queue
+    # From `forq run` to systemd and operators.
+    EVICTED_TOO_OFTEN = 70  # evicted from Redis repeatedly
+    NO_REDIS = 75  # cannot reach Redis at start (with require_redis)
+    INCOMPATIBLE = 76  # another protocol version owns the data
+    CONFIG = 78  # a setting (in a child: its handler) is invalid
+
+
+# A restart would fail in the same way; etc/forq.service does not try it.
+FINAL_EXIT_CODES = (ExitCode.WRONG_ARGUMENTS, ExitCode.INCOMPATIBLE, ExitCode.CONFIG)
+
+EXIT_MEANINGS = {
+    ExitCode.STOPPED: "stopped on request",
+    ExitCode.FAILED: "another supervisor uses this state directory, or the socket cannot be used",
+    ExitCode.WRONG_ARGUMENTS: "wrong arguments",
+    ExitCode.EVICTED_TOO_OFTEN: "evicted from Redis six times within 10 minutes: its heartbeats arrive too late",
+    ExitCode.NO_REDIS: "Redis is unreachable at start (with --require-redis)",
+    ExitCode.INCOMPATIBLE: "another protocol version owns the data in Redis",
+    ExitCode.CONFIG: "a setting is invalid, or the Redis server is incompatible",
+}
 
 
 class ForqError(Exception):

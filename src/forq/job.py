@@ -7,7 +7,7 @@ import time
 from importlib.util import find_spec
 from typing import Any, Protocol
 
-from forq.progress import check_progress
+from forq.values import check_progress
 
 TraceContext = dict[str, str]
 

@@ -1,4 +1,5 @@
-"""Checks names and ids; parses and shows the values of settings: durations, sizes, rates, times, paths, addresses.
+"""Checks names, ids and the progress of jobs; parses and shows the values of settings: durations, sizes, rates, times,
+paths, addresses.
 
 forqctl imports this module at its start, so it imports little.
 """
@@ -7,7 +8,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 
-from forq.errors import InvalidId, InvalidName, UsageError
+from forq.errors import InvalidData, InvalidId, InvalidName, UsageError
 
 QUEUE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 JOB_ID = re.compile(r"[!-~]{1,128}\Z")
@@ -46,6 +47,31 @@ def shown(value: object) -> str:
     """A user's value, escaped and cut to 80 characters for an error text."""
     text = ascii(value)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+MAX_PROGRESS_TEXT = 200
+
+
+def check_progress(fraction: object, text: object = "") -> tuple[float, str]:
+    """The fraction and the text, cut at 200 characters, with control characters replaced by blanks."""
+    try:
+        allowed = 0 <= fraction <= 1  # type: ignore[operator]
+    except TypeError:
+        allowed = False
+    if not allowed:
+        raise InvalidData(f"progress {shown(fraction)} is not allowed: a number from 0 to 1")
+    if not isinstance(text, str):
+        raise InvalidData(f"progress text {shown(text)} is not allowed: it must be text")
+    if len(text) > MAX_PROGRESS_TEXT:
+        text = text[:MAX_PROGRESS_TEXT]
+    if not text.isprintable():
+        text = "".join(char if char.isprintable() else " " for char in text)
+    return float(fraction), text  # type: ignore[arg-type]
+
+
+def show_progress(fraction: float, text: str) -> str:
+    """`40% page 12 of 30`. Rounded down, so that unfinished work never shows 100%."""
+    return f"{int(round(fraction * 100, 6))}% {text}".rstrip()
 
 
 OFF = "off"

@@ -17,10 +17,10 @@ from pathlib import Path
 import psutil
 import redis
 
-from forq import exits
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.link import Link
 from forq.broker.registry import Registry
+from forq.errors import ExitCode
 from tests.chaos.ground import GROUND, Ground
 from tests.chaos.producer import ONCE, REPEATS
 from tests.support.drive.server import Server
@@ -178,7 +178,7 @@ class Stage:
         for supervisor in self.supervisors:
             if not supervisor.down and supervisor.process is not None and supervisor.process.poll() is not None:
                 code = supervisor.process.returncode
-                if code != exits.EVICTED_TOO_OFTEN:
+                if code != ExitCode.EVICTED_TOO_OFTEN:
                     self.exits.append(f"{supervisor.name} ended with {code}: {supervisor.log[-500:]}")
                 supervisor.start(ready=False)
 
@@ -211,7 +211,7 @@ class Stage:
     def stop_supervisors(self) -> None:
         for supervisor in self.supervisors:
             code = supervisor.stop(60.0)
-            if code != exits.STOPPED:
+            if code != ExitCode.STOPPED:
                 self.exits.append(f"{supervisor.name} was stopped and ended with {code}")
 
     def close(self) -> None:

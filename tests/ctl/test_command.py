@@ -11,10 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from forq import errors, exits
+from forq import errors
 from forq.ctl.command import ALL_EXIT_CODES, COMMANDS, Command
 from forq.ctl.commands import MODULES, all_commands
 from forq.ctl.main import LARGEST_EXIT_CODE
+from forq.errors import EXIT_MEANINGS, ExitCode
 from tests.ctl.fake_supervisor import forqctl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -130,7 +131,7 @@ def test_the_overview_lists_every_command_and_exit_code() -> None:
 def test_the_exit_code_page_lists_every_exit_code() -> None:
     table = (ROOT / "docs/reference/exit-codes.md").read_text()
     listed = {int(number) for row in re.findall(r"^\| ([0-9, ]+) \|", table, re.MULTILINE) for number in row.split(",")}
-    assert listed == set(exits.MEANINGS) | set(ALL_EXIT_CODES) | {exits.QUEUE_GONE, exits.FENCED}
+    assert listed == set(EXIT_MEANINGS) | set(ALL_EXIT_CODES) | {ExitCode.QUEUE_GONE, ExitCode.FENCED}
 
 
 def test_bash_loads_its_completion(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
-from forq import exits
+from forq.errors import ExitCode
 from tests.end_to_end.fuzz_pinger import Pinger
 from tests.end_to_end.fuzz_pinger import shown as shown_pings
 from tests.end_to_end.neighbour import NAME, Neighbour, shown
@@ -23,7 +23,7 @@ from tests.support.drive.wait import wait_until
 
 ALL = bool(os.environ.get("FORQ_TEST_EXITS"))
 TIMES = int(os.environ.get("FORQ_TEST_EXITS", "1"))
-CODES = range(256) if ALL else (0, 1, exits.QUEUE_GONE, exits.FENCED, exits.INCOMPATIBLE, exits.CONFIG, 255)
+CODES = range(256) if ALL else (0, 1, ExitCode.QUEUE_GONE, ExitCode.FENCED, ExitCode.INCOMPATIBLE, ExitCode.CONFIG, 255)
 SIGNALS = (
     sorted(int(signum) for signum in signal.valid_signals())
     if ALL
@@ -164,7 +164,7 @@ def test_a_process_that_cannot_send_messages_any_more_is_replaced(forq: Forq, ne
     assert f"child closed its leash; killing it child={name} main" in forq.log
 
 
-@pytest.mark.parametrize("code", [exits.QUEUE_GONE, exits.FENCED, exits.CONFIG])
+@pytest.mark.parametrize("code", [ExitCode.QUEUE_GONE, ExitCode.FENCED, ExitCode.CONFIG])
 def test_an_announced_exit_code_is_ignored_while_a_job_runs(
     forq: Forq, neighbour: Neighbour, name: str, code: int
 ) -> None:
@@ -180,7 +180,7 @@ def test_a_forged_eviction_restarts_only_its_own_process(forq: Forq, neighbour: 
     queue = create(forq, name, "say")
     pid = forq.wait_for_child(name)["pid"]
     for number in range(8):
-        lie = {"lines": [{"exiting": exits.FENCED, "reason": "forged"}], "exit": exits.FENCED, "later": True}
+        lie = {"lines": [{"exiting": ExitCode.FENCED, "reason": "forged"}], "exit": ExitCode.FENCED, "later": True}
         queue.enqueue(lie, id=f"j{number}")
         neighbour.run(lambda pid=pid: forq.child(name)["pid"] not in (None, pid))  # type: ignore[misc]
         pid = forq.wait_for_child(name)["pid"]
@@ -191,7 +191,7 @@ def test_a_forged_eviction_restarts_only_its_own_process(forq: Forq, neighbour: 
 
 def test_a_forged_config_error_stops_only_its_own_queue(forq: Forq, neighbour: Neighbour, name: str) -> None:
     queue = create(forq, name, "say")
-    lie = {"lines": [{"exiting": exits.CONFIG, "reason": "x" * 60_000}], "exit": exits.CONFIG, "later": True}
+    lie = {"lines": [{"exiting": ExitCode.CONFIG, "reason": "x" * 60_000}], "exit": ExitCode.CONFIG, "later": True}
     queue.enqueue(lie)
     neighbour.run(lambda: forq.queue_status(name)["state"] == "config_error")
     assert len(forq.queue_status(name)["reason"]) <= 4000

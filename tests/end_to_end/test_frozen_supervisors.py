@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forq import exits
+from forq.errors import ExitCode
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import Forq, Trace, running
 from tests.support.drive.wait import wait_until
@@ -142,5 +142,5 @@ def test_a_supervisor_evicted_repeatedly_gives_up_with_its_own_exit_code(redis_u
 
             wait_until(evict, 60.0, "it gives up")
         assert forq.process is not None
-        assert forq.process.returncode == exits.EVICTED_TOO_OFTEN == 70
+        assert forq.process.returncode == ExitCode.EVICTED_TOO_OFTEN == 70
         assert "was evicted 6 times within 600 s" in forq.log

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.exits import EVICTED_TOO_OFTEN, FAILED, FINAL, NO_REDIS
+from forq.errors import FINAL_EXIT_CODES, ExitCode
 from tests.end_to_end.machine import Machine, booted, why_not
 from tests.support.drive.wait import wait_until
 
@@ -180,7 +180,13 @@ def test_invalid_settings_are_reported_to_the_client_and_not_retried(machine: Ma
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("code", "again"), [*((code, False) for code in FINAL), (FAILED, True), (EVICTED_TOO_OFTEN, True), (NO_REDIS, True)]
+    ("code", "again"),
+    [
+        *((code, False) for code in FINAL_EXIT_CODES),
+        (ExitCode.FAILED, True),
+        (ExitCode.EVICTED_TOO_OFTEN, True),
+        (ExitCode.NO_REDIS, True),
+    ],
 )
 def test_only_transient_failures_are_restarted(machine: Machine, code: int, again: bool) -> None:
     ends = f"[Service]\nType=exec\nExecStart=\nExecStart=/bin/sh -c 'exit {code}'\n"

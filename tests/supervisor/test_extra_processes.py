@@ -7,14 +7,13 @@ from typing import Any
 
 import pytest
 
-from forq import exits
-from forq.errors import ForqError
+from forq.errors import ExitCode, ForqError
 from forq.procs.scoreboard import Role
 from forq.supervisor.child import Exit
 from forq.supervisor.extra_processes import HelperProcesses
 from forq.supervisor.queue import ServedQueue
 
-FINE = Exit(exits.STOPPED, None)
+FINE = Exit(ExitCode.STOPPED, None)
 CRASHED = Exit(1, None)
 
 
@@ -135,7 +134,7 @@ def test_none_is_started_after_its_queue_was_stopped(rig: Rig) -> None:
 def test_one_that_found_nothing_ends_without_consequence(rig: Rig) -> None:
     rig.want(1)
     (process,) = rig.admit()
-    process.announced = exits.STOPPED
+    process.announced = ExitCode.STOPPED
     rig.helpers.process_ended(process, FINE)  # type: ignore[arg-type]
     assert (process.recovered, rig.helpers.processes, rig.told) == (True, [], [])
 
@@ -147,7 +146,7 @@ def test_after_one_that_has_run_something_it_is_looked_what_is_left(rig: Rig) ->
     rig.helpers.replace_process(process, "max_jobs")  # type: ignore[arg-type]
     assert process.retired
     process.jobs_done = 1
-    process.announced = exits.STOPPED
+    process.announced = ExitCode.STOPPED
     rig.helpers.process_ended(process, FINE)  # type: ignore[arg-type]
     assert rig.told == ["heartbeat q"]
 
@@ -174,7 +173,7 @@ def test_one_that_dies_before_its_first_job_is_started_again_with_growing_pauses
     assert 0.05 < pauses[0] < 0.2 < pauses[2] < pauses[3] < 1.5
 
 
-@pytest.mark.parametrize("code", [exits.STOPPED, exits.QUEUE_GONE, exits.FENCED])
+@pytest.mark.parametrize("code", [ExitCode.STOPPED, ExitCode.QUEUE_GONE, ExitCode.FENCED])
 def test_a_code_that_was_not_announced_is_a_death_like_any_other(rig: Rig, code: int) -> None:
     rig.want(1)
     (process,) = rig.admit()
@@ -183,7 +182,7 @@ def test_a_code_that_was_not_announced_is_a_death_like_any_other(rig: Rig, code:
     assert rig.want(1) == 0, "there is a pause before the next"
 
 
-@pytest.mark.parametrize(("code", "told"), [(exits.QUEUE_GONE, "gone q"), (exits.FENCED, "heartbeat q")])
+@pytest.mark.parametrize(("code", "told"), [(ExitCode.QUEUE_GONE, "gone q"), (ExitCode.FENCED, "heartbeat q")])
 def test_what_it_has_learned_of_its_place_is_passed_on(rig: Rig, code: int, told: str) -> None:
     rig.want(1)
     (process,) = rig.admit()

@@ -7,8 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from forq import exits
-from forq.errors import InvalidData
+from forq.errors import ExitCode, InvalidData
 from forq.procs.scoreboard import Role, Scoreboard, State, pack_position
 from forq.queue_spec import QueueSpec
 from forq.settings import defaults
@@ -183,10 +182,10 @@ def test_a_kill_by_a_user_overrides_a_timeout_in_either_order(
 
 def test_an_announced_exit_code_counts_only_while_no_job_runs(stage: Stage) -> None:
     process = stage.start()
-    end = Exit(exits.CONFIG, None)
+    end = Exit(ExitCode.CONFIG, None)
     assert process.announced_code(end) is None, "not announced"
-    stage.children.made[0].receive(exiting=exits.CONFIG, reason="no module")
-    assert process.announced_code(end) == exits.CONFIG
+    stage.children.made[0].receive(exiting=ExitCode.CONFIG, reason="no module")
+    assert process.announced_code(end) == ExitCode.CONFIG
     assert process.announced_code(Exit(1, None)) is None, "another code"
     stage.begin_job(process.slots[0])
     assert process.announced_code(end) is None

@@ -7,8 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from forq import exits
-from forq.errors import CannotImport, ForqError
+from forq.errors import CannotImport, ExitCode, ForqError
 from forq.procs.scoreboard import Role, Scoreboard
 from forq.queue_spec import QueueSpec
 from forq.settings import defaults
@@ -20,7 +19,7 @@ from forq.supervisor.process import ProcessDeps
 from forq.supervisor.queue import ServedQueue
 from tests.supervisor.fakes import CRASHED, FakeChild, FakeLoop, fake_child_class
 
-STOPPED = Exit(exits.STOPPED, None)
+STOPPED = Exit(ExitCode.STOPPED, None)
 
 
 class Stage:
@@ -128,8 +127,8 @@ def test_a_fork_that_fails_is_tried_again(stage: Stage) -> None:
 def test_a_queue_whose_handler_cannot_be_imported_stops_all_its_processes(stage: Stage) -> None:
     stage.queue.start()
     main, retry = stage.children
-    main.receive(exiting=exits.CONFIG, reason="no module named x")
-    main.die(Exit(exits.CONFIG, None))
+    main.receive(exiting=ExitCode.CONFIG, reason="no module named x")
+    main.die(Exit(ExitCode.CONFIG, None))
     assert (stage.queue.state, stage.queue.config_error) == ("config_error", "no module named x")
     assert retry.stopping
     retry.die(STOPPED)
@@ -140,12 +139,12 @@ def test_a_queue_whose_handler_cannot_be_imported_stops_all_its_processes(stage:
 def test_an_exit_code_of_a_handler_is_no_config_error(stage: Stage) -> None:
     """Only an announced code means something."""
     stage.start()
-    stage.children[0].die(Exit(exits.CONFIG, None))
+    stage.children[0].die(Exit(ExitCode.CONFIG, None))
     assert stage.queue.config_error is None
 
 
 @pytest.mark.parametrize(
-    ("code", "event"), [(exits.QUEUE_GONE, "gone q"), (exits.FENCED, "heartbeat q")], ids=["gone", "fenced"]
+    ("code", "event"), [(ExitCode.QUEUE_GONE, "gone q"), (ExitCode.FENCED, "heartbeat q")], ids=["gone", "fenced"]
 )
 def test_what_an_announced_exit_code_reports_is_verified_elsewhere(stage: Stage, code: int, event: str) -> None:
     stage.start()
@@ -196,8 +195,8 @@ def test_a_restart_whose_import_fails_leaves_the_old_processes_alone(stage: Stag
     stage.start()
     results = stage.restart()
     new = stage.children[2:]
-    new[0].receive(exiting=exits.CONFIG, reason="syntax error", traceback="line 1")
-    new[0].die(Exit(exits.CONFIG, None))
+    new[0].receive(exiting=ExitCode.CONFIG, reason="syntax error", traceback="line 1")
+    new[0].die(Exit(ExitCode.CONFIG, None))
     assert results == [], "not before the other new process is gone"
     new[1].die()
     (error,) = results

@@ -7,8 +7,7 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from forq import exits
-from forq.errors import ForqError, IncompatibleProtocol, InvalidOption, RedisUnavailable, UnknownQueue
+from forq.errors import ExitCode, ForqError, IncompatibleProtocol, InvalidOption, RedisUnavailable, UnknownQueue
 from forq.procs.scoreboard import Scoreboard
 from forq.queue_spec import QueueSpec
 from forq.settings import defaults
@@ -159,7 +158,7 @@ def test_a_queue_that_redis_refuses_has_a_config_error_and_no_retries(stage: Sta
 def test_an_incompatible_server_stops_the_supervisor(stage: Stage) -> None:
     opened(stage)
     stage.answer(IncompatibleProtocol("newer"))
-    assert stage.failures == [exits.INCOMPATIBLE]
+    assert stage.failures == [ExitCode.INCOMPATIBLE]
 
 
 def test_a_reopened_queue_that_was_deleted_meanwhile_is_dropped(stage: Stage) -> None:
@@ -248,7 +247,7 @@ def test_a_processor_that_is_evicted_again_and_again_gives_up(stage: Stage) -> N
         stage.queues.rejoin()
     assert stage.failures == []
     stage.queues.rejoin()
-    assert stage.failures == [exits.EVICTED_TOO_OFTEN]
+    assert stage.failures == [ExitCode.EVICTED_TOO_OFTEN]
 
 
 def test_evictions_long_ago_do_not_count(stage: Stage) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.exits import EVICTED_TOO_OFTEN, FAILED, FINAL, MEANINGS, NO_REDIS, STOPPED
+from forq.errors import EXIT_MEANINGS, FINAL_EXIT_CODES, ExitCode
 from forq.workers.child import OOM_SCORE
 
 ETC = Path(__file__).parent.parent.parent / "etc"
@@ -46,12 +46,17 @@ def test_no_other_line_of_the_units_names_a_place_that_one_may_have_elsewhere() 
 
 def test_what_another_start_would_only_say_again_is_not_started_again() -> None:
     (prevented,) = re.findall(r"^RestartPreventExitStatus=(.*)$", SERVICE, re.MULTILINE)
-    assert {int(code) for code in prevented.split()} == set(FINAL)
-    assert set(FINAL) < set(MEANINGS)
+    assert {int(code) for code in prevented.split()} == set(FINAL_EXIT_CODES)
+    assert set(FINAL_EXIT_CODES) < set(EXIT_MEANINGS)
     # Of the others the reason may pass: another supervisor ends, Redis or the network is back.
-    assert set(MEANINGS) - set(FINAL) == {STOPPED, FAILED, EVICTED_TOO_OFTEN, NO_REDIS}
+    assert set(EXIT_MEANINGS) - set(FINAL_EXIT_CODES) == {
+        ExitCode.STOPPED,
+        ExitCode.FAILED,
+        ExitCode.EVICTED_TOO_OFTEN,
+        ExitCode.NO_REDIS,
+    }
     section = PAGE.read_text().partition("\n- **Restart**")[2].partition("\n- ")[0]
-    assert all(f"({code})" in section for code in FINAL)
+    assert all(f"({code})" in section for code in FINAL_EXIT_CODES)
 
 
 def test_a_core_dump_holds_no_secrets_and_handlers_go_first_when_memory_runs_out() -> None:

@@ -17,7 +17,7 @@ from forq.broker.keys import DEFAULT_PREFIX, progress_channels
 from forq.broker.pubsub import Subscription
 from forq.errors import InvalidData
 from forq.procs.scoreboard import POSITION, Scoreboard, Slot, State, pack_position
-from forq.progress import check_progress, show_progress
+from forq.values import check_progress, show_progress
 from forq.workers.attempt import AttemptRunner
 from forq.workers.handlers import Handler, Handlers
 from forq.workers.progress import MIN_INTERVAL_SECONDS, ProgressSender

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 from setproctitle import setproctitle
 
-from forq import exits
 from forq.bridge.loop import Bridge
 from forq.bridge.messages import MessageEncoder
 from forq.bridge.peers import Peer, StandardStreams
@@ -17,7 +16,7 @@ from forq.bridge.requests import Requests
 from forq.broker.keys import handed_channels
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
-from forq.errors import ForqError
+from forq.errors import ExitCode, ForqError
 from forq.job import new_id
 from forq.logging_setup import configure
 from forq.paths import key_prefix, redis_url
@@ -109,4 +108,4 @@ def run_bridge(settings: BridgeSettings) -> int:
         if listener is not None and settings.path is not None:
             listener.close()
             os.unlink(settings.path)
-    return exits.FAILED if any(peer.disconnected for peer in stdio) else exits.STOPPED
+    return ExitCode.FAILED if any(peer.disconnected for peer in stdio) else ExitCode.STOPPED

@@ -11,9 +11,8 @@ from forq.broker.link import READ_BYTES, Link
 from forq.broker.registry import now_ms
 from forq.broker.scripts import NO_QUEUE, error_for
 from forq.errors import InvalidData, UnknownJob
-from forq.progress import show_progress
 from forq.settings import EXTERNAL, RELEASE_MODES, WORK
-from forq.values import check_job_id, check_queue_name, show_duration, show_time
+from forq.values import check_job_id, check_queue_name, show_duration, show_progress, show_time
 
 # The position of a waiting job is searched up to this depth.
 MAX_POSITION = 10_000

@@ -24,7 +24,7 @@ from forq.ctl.top import (
     supervisor_line,
 )
 from forq.errors import ForqError
-from forq.progress import show_progress
+from forq.values import show_progress
 
 if TYPE_CHECKING:
     from forq.ctl.screen import NonBlockingClient

@@ -15,8 +15,7 @@ from typing import Any
 
 import orjson
 
-from forq import exits
-from forq.errors import ForqError
+from forq.errors import ExitCode, ForqError
 from forq.log_format import Redaction, as_json, iso_time
 from forq.output.files import RotatingFile, sweep
 from forq.output.format import (
@@ -180,7 +179,7 @@ class Logger:
     def run(self) -> int:
         self._loop.run(self._after_pass)
         self._drain({})
-        return exits.STOPPED
+        return ExitCode.STOPPED
 
     def _after_pass(self) -> float | None:
         self.tick(time.monotonic())

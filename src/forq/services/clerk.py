@@ -6,7 +6,6 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from forq import exits
 from forq.broker.dead import DeadChunk, DeadJobs
 from forq.broker.enqueue import NewJob, Producer, Update, new_job
 from forq.broker.explain import unknown_job, why
@@ -16,7 +15,7 @@ from forq.broker.link import Link, check_server
 from forq.broker.registry import Dropped, Registry
 from forq.broker.schedules import Schedules
 from forq.broker.scripts import script
-from forq.errors import BeingDeleted, UnknownJob, UnknownQueue, UsageError
+from forq.errors import BeingDeleted, ExitCode, UnknownJob, UnknownQueue, UsageError
 from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, expect_busy
 from forq.procs.loop import Loop, service_loop
@@ -38,7 +37,7 @@ def run_clerk(context: Context, leash: socket.socket) -> int:
     clerk = Clerk(context, loop)
     RpcServer(loop, leash, clerk.verbs())
     loop.run(clerk.after_pass)
-    return exits.STOPPED
+    return ExitCode.STOPPED
 
 
 class Clerk:

@@ -7,12 +7,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from forq import exits
 from forq.broker.inspect import Counts, counts_of
 from forq.broker.keys import registry_key
 from forq.broker.link import Link
 from forq.broker.registry import Registry
-from forq.errors import ForqError, RedisUnavailable, SupervisorUnreachable
+from forq.errors import ExitCode, ForqError, RedisUnavailable, SupervisorUnreachable
 from forq.health import CONSUMING_STATES, Fault, faults_of_queue, faults_of_supervisor
 from forq.procs import jsonrpc
 from forq.procs.context import Context
@@ -54,7 +53,7 @@ def run_metrics(context: Context, listener: socket.socket, leash: socket.socket)
     RpcServer(loop, leash, {})
     HttpServer(loop, listener, Endpoints(context).respond)
     loop.run()
-    return exits.STOPPED
+    return ExitCode.STOPPED
 
 
 class Endpoints:

@@ -11,14 +11,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from forq import exits
 from forq.broker.keys import due_channels, fail_queue, main_queue, queue_of_channel
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
 from forq.broker.recovery import Heartbeat, Outcome, Position, QueueGone, WorkerRecovery
 from forq.broker.registry import Registry
 from forq.broker.scripts import Fate, headline
-from forq.errors import Fenced, ForqError, RedisUnavailable
+from forq.errors import ExitCode, Fenced, ForqError, RedisUnavailable
 from forq.output.format import FIFO_NAME, Line, pack_line
 from forq.procs.cgroups import Cgroup
 from forq.procs.context import Context
@@ -122,7 +121,7 @@ class Pulse:
     def run(self) -> int:
         self.start()
         self._loop.run()
-        return exits.STOPPED
+        return ExitCode.STOPPED
 
     def start(self) -> None:
         self._loop.add_reader(self._context.watch_fd, self._batch_started)

@@ -17,10 +17,9 @@ from typing import Any
 
 import orjson
 
-from forq import exits
 from forq.broker.link import Link
 from forq.broker.outbox import Outbox, OutboxSubscription, read_line
-from forq.errors import Fenced, ForqError, RedisUnavailable, UnknownQueue
+from forq.errors import ExitCode, Fenced, ForqError, RedisUnavailable, UnknownQueue
 from forq.procs.backoff import Backoff
 from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, expect_busy
@@ -178,7 +177,7 @@ class Scribe:
 
     def run(self) -> int:
         self._loop.run(self._after_pass)
-        return exits.STOPPED
+        return ExitCode.STOPPED
 
     def _after_pass(self) -> float:
         self.tick(time.monotonic())

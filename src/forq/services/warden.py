@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from forq import exits
+from forq.errors import ExitCode
 from forq.procs import orphans
 from forq.procs.cgroups import OUT_OF_MEMORY, TOO_MANY_TASKS, Exceeded, Resources, pss_bytes
 from forq.procs.context import Context
@@ -73,7 +73,7 @@ class Warden:
 
     def run(self) -> int:
         self._loop.run(self._after_pass)
-        return exits.STOPPED
+        return ExitCode.STOPPED
 
     def _after_pass(self) -> float | None:
         self.tick()

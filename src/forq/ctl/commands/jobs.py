@@ -16,7 +16,7 @@ from forq.ctl.output import (
     short_duration,
 )
 from forq.errors import UnknownJob, UsageError
-from forq.progress import show_progress
+from forq.values import show_progress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:

@@ -189,7 +189,7 @@ def _child_text(child: dict[str, Any]) -> str:
 
 
 def _progress_text(child: dict[str, Any]) -> str | None:
-    from forq.progress import show_progress
+    from forq.values import show_progress
 
     progress = child.get("progress")
     return None if progress is None else show_progress(progress["fraction"], progress["text"])

@@ -10,8 +10,8 @@ from forq.ctl.client import ControlClient, connect
 from forq.ctl.command import ID, NAME, WAIT, Argument, Command, duration
 from forq.ctl.output import as_json, iso_time, print_json, printable, use_colour
 from forq.errors import RedisUnavailable, TimedOut, UsageError
-from forq.progress import show_progress
 from forq.progress_line import ProgressLine, bar_text
+from forq.values import show_progress
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
