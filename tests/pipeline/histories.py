@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from forq.broker.journal import Entry, Event, entry_hash, pack_entry, read_entry
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.pipeline.audit.redis_state import JobLocation, QueueState, RedisState
-from forq.pipeline.schema import EVENTS_ARROW
+from forq.pipeline.format import EVENTS_ARROW
 
 STEP_US = 1000
 LATER_US = 1_000_000_000_000

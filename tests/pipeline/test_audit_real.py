@@ -20,8 +20,8 @@ from forq.errors import UnknownQueue, UsageError
 from forq.pipeline.audit import run
 from forq.pipeline.audit.run import CLEAN, GAPS, VIOLATIONS, AuditResult
 from forq.pipeline.cli import add_common
+from forq.pipeline.format import EVENTS
 from forq.pipeline.history import History
-from forq.pipeline.schema import EVENTS
 from forq.pipeline.source import ForqSource
 from tests.pipeline.busy_external import BusyExternal
 from tests.pipeline.busy_gates import BusyGate

@@ -19,9 +19,9 @@ from pyspark.sql import DataFrame, SparkSession
 from forq.broker.journal import Event
 from forq.errors import ConfigError, ForqError, UnknownQueue
 from forq.pipeline import history, ingest
+from forq.pipeline.format import EVENTS
 from forq.pipeline.history import Folder, History, read_history
 from forq.pipeline.ingest import Ingest
-from forq.pipeline.schema import EVENTS
 from forq.settings import stored_defaults
 from tests.pipeline.busy_queue import drain, events_of, fill
 from tests.pipeline.failing_folder import killed_at

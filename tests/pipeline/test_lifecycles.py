@@ -4,8 +4,8 @@ from typing import Any
 
 from pyspark.sql import SparkSession
 
+from forq.pipeline.format import EVENTS
 from forq.pipeline.replay import job_lifecycles
-from forq.pipeline.schema import EVENTS
 from tests.pipeline.event_rows import Journal, event, moment
 
 

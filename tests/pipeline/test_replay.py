@@ -14,9 +14,9 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.record import unpack
 from forq.errors import ForqError, UnknownQueue, UsageError
 from forq.pipeline import replay
+from forq.pipeline.format import EVENTS
 from forq.pipeline.history import History, read_history
 from forq.pipeline.replay import Lookup, job_lifecycles
-from forq.pipeline.schema import EVENTS
 from tests.pipeline.event_rows import Journal, event
 from tests.support.drive.one_queue import OneQueue, one_queue
 

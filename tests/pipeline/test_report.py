@@ -10,8 +10,9 @@ import pytest
 from pyspark.sql import DataFrame, SparkSession
 
 from forq.errors import UsageError
+from forq.pipeline.format import EVENTS
 from forq.pipeline.history import History
-from forq.pipeline.report import run
+from forq.pipeline.report import page as report
 from forq.pipeline.report.figures import (
     DAY,
     HOUR,
@@ -28,7 +29,6 @@ from forq.pipeline.report.figures import (
     read_figures,
 )
 from forq.pipeline.report.page import MISSING, empty_page, report_page
-from forq.pipeline.schema import EVENTS
 from tests.pipeline.event_rows import BEGIN, Journal, Traffic, event, simulated
 from tests.support.drive.supervisor import running
 from tests.support.drive.wait import wait_until
@@ -323,7 +323,7 @@ def test_a_time_is_a_date_with_or_without_a_zone_or_an_age() -> None:
 
 def arguments(history: Path, *given: str) -> Namespace:
     parser = ArgumentParser()
-    run.add_arguments(parser)
+    report.add_arguments(parser)
     return parser.parse_args(given, Namespace(history=str(history)))
 
 
@@ -333,15 +333,15 @@ def test_the_command_writes_the_page_and_replaces_the_old_one(
     History(spark, str(tmp_path / "history")).publish(0, frame(spark, two_attempts()))
     out = tmp_path / "page.html"
     out.write_text("old")
-    assert run.run(arguments(tmp_path / "history", "--out", str(out), "--title", "A & B")) == 0
+    assert report.run(arguments(tmp_path / "history", "--out", str(out), "--title", "A & B")) == 0
     assert "A & B" in Outline(out.read_text()).text
     assert capsys.readouterr().out == f"{out}: 7 events\n"
     assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["page.html"]
-    assert run.run(arguments(tmp_path / "history", "--out", str(out), "--since", "2027-01-01")) == 0
+    assert report.run(arguments(tmp_path / "history", "--out", str(out), "--since", "2027-01-01")) == 0
     assert "No events in this period." in out.read_text()
     with pytest.raises(
         UsageError, match=r"there is no history in .*/none: give --history, or run `forq pipeline ingest`"
     ):
-        run.run(arguments(tmp_path / "none", "--out", str(out)))
+        report.run(arguments(tmp_path / "none", "--out", str(out)))
     with pytest.raises(UsageError, match="is not before --until"):
-        run.run(arguments(tmp_path / "history", "--since", "2027-01-01", "--until", "2026-01-01"))
+        report.run(arguments(tmp_path / "history", "--since", "2027-01-01", "--until", "2026-01-01"))

@@ -13,8 +13,8 @@ from pyspark.sql.pandas.types import to_arrow_schema
 
 from forq.broker.enqueue import new_job
 from forq.broker.journal import Event
+from forq.pipeline.format import EVENTS, EVENTS_ARROW, JOBS, JOBS_ARROW
 from forq.pipeline.reader import BEGINNING, Journals, Range, id_key
-from forq.pipeline.schema import EVENTS, EVENTS_ARROW, JOBS, JOBS_ARROW
 from forq.settings import stored_defaults
 from tests.pipeline.busy_queue import drain, events_of, fill
 from tests.support.drive.one_queue import OneQueue, one_queue

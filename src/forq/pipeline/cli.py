@@ -18,7 +18,7 @@ COMMANDS = {
 MODULES = {
     "ingest": "forq.pipeline.ingest",
     "audit": "forq.pipeline.audit.run",
-    "report": "forq.pipeline.report.run",
+    "report": "forq.pipeline.report.page",
     "replay": "forq.pipeline.replay",
 }
 

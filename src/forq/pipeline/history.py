@@ -28,7 +28,7 @@ from pyspark.sql import functions as f
 from pyspark.sql.types import DateType, StructField, StructType
 
 from forq.errors import ConfigError, ForqError, UsageError
-from forq.pipeline.schema import EVENTS
+from forq.pipeline.format import EVENTS
 
 
 class Folder:

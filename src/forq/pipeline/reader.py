@@ -22,7 +22,7 @@ from forq.broker.link import Link
 from forq.broker.record import Record, unpack
 from forq.broker.registry import Registry
 from forq.errors import ForqError, InvalidData, OutcomeUnknown, RedisUnavailable, UnknownQueue
-from forq.pipeline.schema import EVENTS_ARROW, JOBS_ARROW
+from forq.pipeline.format import EVENTS_ARROW, JOBS_ARROW
 
 # Sorts before the first entry of any stream.
 BEGINNING = "0-0"

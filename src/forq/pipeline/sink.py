@@ -40,7 +40,7 @@ from forq.broker.keys import DEFAULT_PRIORITY
 from forq.broker.link import Link
 from forq.errors import BackPressure, ForqError, InvalidData, RedisUnavailable, UsageError
 from forq.job import new_id
-from forq.pipeline.options import SourceOptions, one_of
+from forq.pipeline.format import SourceOptions, one_of
 from forq.values import parse_duration, shown
 
 _REQUIRED = ("queue", "data")

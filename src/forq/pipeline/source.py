@@ -20,9 +20,8 @@ from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, ReadMa
 from pyspark.sql.types import StructType
 
 from forq.errors import ForqError, UsageError
-from forq.pipeline.options import SourceOptions, read_options
+from forq.pipeline.format import EVENTS, JOBS, SourceOptions, read_options
 from forq.pipeline.reader import BEGINNING, EntryRef, Journals, Range, event_batches, id_key, job_batches
-from forq.pipeline.schema import EVENTS, JOBS
 from forq.pipeline.sink import JobWriter, StreamJobWriter
 
 Offset = dict[str, str]

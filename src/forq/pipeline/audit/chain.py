@@ -19,11 +19,11 @@ from pyspark.sql.pandas.functions import ArrowUDFType, arrow_udf
 from forq.broker.journal import Entry, pack_entry, read_entry
 from forq.errors import InvalidData
 from forq.pipeline.audit.findings import VIOLATION, findings_where, text
-from forq.pipeline.schema import EVENTS
+from forq.pipeline.format import EVENTS
 
 _EPOCH = ("history", "queue", "epoch")
 _ENTRY = (*_EPOCH, "sequence")
-# The columns after queue, epoch and sequence, in the order of schema.py and broker/journal.py.
+# The columns after queue, epoch and sequence, in the order of format.py and broker/journal.py.
 _KEY_WIDTH = 3
 _COMPARED = tuple(EVENTS.fieldNames()[_KEY_WIDTH:])
 

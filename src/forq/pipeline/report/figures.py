@@ -14,8 +14,8 @@ from pyspark.sql import DataFrame, Row, SparkSession
 from pyspark.sql import functions as F
 
 from forq.errors import UsageError
-from forq.pipeline.report import queries as sql
-from forq.pipeline.verbs import FAILED, SUCCEEDED
+from forq.pipeline import verbs
+from forq.pipeline.verbs import quoted
 from forq.values import parse_duration, shown
 
 SECOND = 1_000_000
@@ -155,6 +155,8 @@ def _least_step(length_us: int, most: int) -> int:
 
 MAX_NAMED_QUEUES = 12
 MAX_QUEUES_LISTED = 250
+MAX_CAUSES = 25
+MAX_JOBS_LISTED = 15
 # Not a valid queue name.
 OTHERS = "(others)"
 _ALL = ""
@@ -226,6 +228,119 @@ class Figures:
         return sum(queue.verbs.get(verb, 0) for queue in self.queues for verb in verbs)
 
 
+# SQL over the views that _FiguresReader creates. {from_us} and the like are numbers of the span.
+# events → steps (with the previous and the next event) → ended (one row per attempt) → attempts (with run times)
+_AFTER_CLAIM = quoted(*verbs.AFTER_CLAIM)
+_SUCCEEDED, _FAILED = quoted(*verbs.SUCCEEDED), quoted(*verbs.FAILED)
+
+# `ready_us`: time of the event that made the job ready, or its due time. `promoted` counts only if the event before it
+# is not in the report's period. A worker runs the jobs that it settles in one entry one after the other: `until_us` is
+# the end of a run, assuming that the later ones followed without a pause.
+STEPS_SQL = f"""
+select queue, epoch, verb, us, until_us, job, fence, attempt,
+  lead(verb) over life as next_verb, lead(us) over life as next_us, lead(until_us) over life as next_until_us,
+  lead(micros) over life as next_micros,
+  lead(cause) over life as next_cause, lag(verb) over life as previous_verb, micros, cause,
+  coalesce(
+    last_value(ready_us) ignore nulls over before,
+    last_value(if(verb = 'promoted', us, null)) ignore nulls over before
+  ) as ready_us
+from (
+  select *, unix_micros(time) as us,
+    case when verb = 'scheduled' then unix_micros(due)
+      when verb in ({quoted(*verbs.READY_AT_ONCE)}) then unix_micros(time) end as ready_us,
+    unix_micros(time) - coalesce(sum(if(verb in ('done', 'retried', 'dead'), micros, 0)) over (
+      partition by queue, epoch, sequence order by position rows between 1 following and unbounded following
+    ), 0) as until_us
+  from report_events
+  where verb in ('enqueued', 'unblocked', 'revived', 'scheduled', 'promoted', 'claimed', {_AFTER_CLAIM})
+)
+window life as (partition by queue, epoch, job order by sequence, position),
+  before as (
+    partition by queue, epoch, job order by sequence, position rows between unbounded preceding and 1 preceding
+  )
+"""
+
+# The second part: attempts that were claimed before the report's period.
+ENDED_SQL = f"""
+select queue, epoch, job, attempt, fence, us as claimed_us, greatest(0, us - ready_us) as wait_us,
+  next_verb as verb, next_us as ended_us, next_until_us as until_us, next_micros as micros, next_cause as cause
+from report_steps where verb = 'claimed'
+union all
+select queue, epoch, job, attempt, fence, null, null, verb, us, until_us, micros, cause
+from report_steps where previous_verb is null and verb in ({_AFTER_CLAIM}) and fence > 0
+"""
+
+ATTEMPTS_SQL = f"""
+select *,
+  case when verb in ({quoted(*verbs.CUT_SHORT, "deleted")})
+    then coalesce(micros, ended_us - coalesce(claimed_us, {{from_us}})) else micros end as run_us
+from (
+  select ended.queue, job, attempt, fence, claimed_us, wait_us, micros, cause,
+    if(verb is null and deleted_us is not null, 'deleted', verb) as verb, coalesce(ended_us, deleted_us) as ended_us,
+    coalesce(until_us, deleted_us) as until_us
+  from report_ended as ended left join (
+    select queue, epoch, unix_micros(time) as deleted_us from report_events where verb = 'deleted'
+  ) as deletion on ended.queue = deletion.queue and ended.epoch = deletion.epoch
+)
+"""
+
+_PERCENTILES = """
+percentile_approx(wait_us, array(0.5, 0.9, 0.99), 2000) as wait,
+percentile_approx(run_us, array(0.5, 0.9, 0.99), 2000) as run
+"""
+
+TIMES_SQL = f"""
+select name, bucket, grouping_id() as level, {_PERCENTILES}
+from (
+  select *, div(coalesce(claimed_us, ended_us) - {{origin_us}}, {{step_us}}) as bucket from report_attempts
+)
+group by name, bucket grouping sets ((name, bucket), (bucket), ())
+"""
+
+TIMES_OF_QUEUES_SQL = f"select queue, sum(run_us) as busy_us, {_PERCENTILES} from report_attempts group by queue"
+
+SERIES_SQL = f"""
+select name, div(unix_micros(time) - {{origin_us}}, {{step_us}}) as bucket,
+  count_if(verb = 'enqueued') as enqueued, count_if(verb in ({_SUCCEEDED})) as done
+from report_events where verb in ('enqueued', {_SUCCEEDED}) group by name, bucket
+"""
+
+# Per bucket: `net` is the change in running jobs from its start to its end, `area` the running time added by runs that
+# began or ended in it, `highest` the peak relative to its start. Ends sort before starts of the same microsecond: a
+# worker that continues with its next job counts once.
+RUNNING_SQL = """
+select name, bucket, sum(change) as net, sum(change * (ends_us - us)) as area, max(level) as highest
+from (
+  select *, sum(change) over (partition by name, bucket order by us, change) as level
+  from (
+    select *, least({origin_us} + (bucket + 1) * {step_us}, {to_us}) as ends_us
+    from (
+      select explode(array(name, '')) as name, us, change, div(us - {origin_us}, {step_us}) as bucket
+      from (
+        select name, greatest({from_us}, if(ended_us is null, claimed_us, until_us - run_us)) as us, 1 as change
+        from report_attempts where run_us is not null or ended_us is null
+        union all
+        select name, greatest({from_us}, until_us), -1 from report_attempts where run_us is not null
+      )
+    )
+  )
+)
+group by name, bucket order by name, bucket
+"""
+
+# A job buried by a claim has no run time, so max_by may be null.
+CAUSES_SQL = f"""
+select verb, cause, count(*) as count, count(distinct queue) as queues,
+  array_distinct(array_compact(array(max_by(job, ended_us), min_by(job, ended_us), max_by(job, run_us)))) as examples
+from report_attempts where verb in ({_FAILED}, 'suspected', 'interrupted')
+group by verb, cause order by count desc, verb, cause limit {MAX_CAUSES}
+"""
+
+_LISTED = "select queue, job, attempt, verb, cause, run_us, wait_us, ended_us from report_attempts"
+SLOWEST_SQL = f"{_LISTED} where run_us is not null order by run_us desc, ended_us limit {MAX_JOBS_LISTED}"
+DEAD_SQL = f"{_LISTED} where verb = 'dead' order by ended_us desc limit {MAX_JOBS_LISTED}"
+
 _VIEWS = ("report_attempts", "report_ended", "report_steps", "report_events")
 
 
@@ -267,9 +382,9 @@ class _FiguresReader:
         attempts = None
         try:
             self._events.createOrReplaceTempView("report_events")
-            self._sql(sql.STEPS).createOrReplaceTempView("report_steps")
-            self._sql(sql.ENDED).createOrReplaceTempView("report_ended")
-            attempts = self._with_name(self._sql(sql.ATTEMPTS)).persist()
+            self._sql(STEPS_SQL).createOrReplaceTempView("report_steps")
+            self._sql(ENDED_SQL).createOrReplaceTempView("report_ended")
+            attempts = self._with_name(self._sql(ATTEMPTS_SQL)).persist()
             attempts.createOrReplaceTempView("report_attempts")
             return self._read()
         finally:
@@ -281,7 +396,7 @@ class _FiguresReader:
     def _read(self) -> Figures:
         span = self._span
         peaks, running = self._running()
-        of_queue = {row.queue: row for row in self._sql(sql.TIMES_OF_QUEUES).collect()}
+        of_queue = {row.queue: row for row in self._sql(TIMES_OF_QUEUES_SQL).collect()}
         queues = [
             QueueFigures(
                 name,
@@ -295,15 +410,15 @@ class _FiguresReader:
         figures = Figures(
             span=span,
             heat=self._heat,
-            events=sum(count for verbs in self._verbs.values() for count in verbs.values()),
+            events=sum(count for counts in self._verbs.values() for count in counts.values()),
             names=self._names,
             queues=queues,
             peak=peaks.get(_ALL, 0),
             running=running,
             cells=self._cells(),
-            causes=[Cause(**row.asDict()) for row in self._sql(sql.CAUSES).collect()],
-            slowest=[Attempt(**row.asDict()) for row in self._sql(sql.SLOWEST).collect()],
-            dead=[Attempt(**row.asDict()) for row in self._sql(sql.DEAD).collect()],
+            causes=[Cause(**row.asDict()) for row in self._sql(CAUSES_SQL).collect()],
+            slowest=[Attempt(**row.asDict()) for row in self._sql(SLOWEST_SQL).collect()],
+            dead=[Attempt(**row.asDict()) for row in self._sql(DEAD_SQL).collect()],
         )
         self._add_times(figures)
         self._add_series(figures)
@@ -313,7 +428,7 @@ class _FiguresReader:
         buckets = self._span.buckets
         figures.times_over_time = [Times()] * buckets
         figures.times_by_queue = {name: [Times()] * buckets for name in self._names}
-        for row in self._sql(sql.TIMES).collect():
+        for row in self._sql(TIMES_SQL).collect():
             if row.level == 3:
                 figures.times = _times(row)
             elif row.bucket is not None:
@@ -323,7 +438,7 @@ class _FiguresReader:
     def _add_series(self, figures: Figures) -> None:
         figures.enqueued = [0] * self._span.buckets
         figures.done = {name: [0] * self._span.buckets for name in self._names}
-        for row in self._sql(sql.SERIES).collect():
+        for row in self._sql(SERIES_SQL).collect():
             figures.enqueued[row.bucket] += row.enqueued
             figures.done[row.name][row.bucket] = row.done
 
@@ -331,7 +446,7 @@ class _FiguresReader:
         """Peaks (by name, and of all queues), and averages per bucket (by name)."""
         changes: dict[str, dict[int, Row]] = defaultdict(dict)
         span = self._span
-        for row in self._sql(sql.RUNNING).collect():
+        for row in self._sql(RUNNING_SQL).collect():
             changes[row.name][row.bucket] = row
         peaks: dict[str, int] = {}
         averages = {name: [0.0] * span.buckets for name in self._names}
@@ -353,8 +468,8 @@ class _FiguresReader:
             row = f"div(ended_us, {self._heat.row_us})"
             cell = f"div(ended_us % {self._heat.row_us}, {self._heat.cell_us})"
         text = f"""
-            select {row} as row, {cell} as cell, count(*) as ended, count_if(verb in ({sql.FAILED})) as failed
-            from report_attempts where verb in ({sql.SUCCEEDED}, {sql.FAILED}) group by row, cell
+            select {row} as row, {cell} as cell, count(*) as ended, count_if(verb in ({_FAILED})) as failed
+            from report_attempts where verb in ({_SUCCEEDED}, {_FAILED}) group by row, cell
         """
         return {(row.row, row.cell): (row.ended, row.failed) for row in self._sql(text).collect()}
 
@@ -369,10 +484,10 @@ class _FiguresReader:
         return self._spark.sql(text.format(**numbers))
 
 
-def _size(verbs: dict[str, int]) -> int:
+def _size(counts: dict[str, int]) -> int:
     """Sort key for the busiest queues: ended attempts, then enqueued jobs."""
-    ends = sum(verbs.get(verb, 0) for verb in (*SUCCEEDED, *FAILED))
-    return 1_000_000 * ends + verbs.get("enqueued", 0)
+    ends = sum(counts.get(verb, 0) for verb in (*verbs.SUCCEEDED, *verbs.FAILED))
+    return 1_000_000 * ends + counts.get("enqueued", 0)
 
 
 def _times(row: Row | None) -> Times:
