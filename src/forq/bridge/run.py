@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 from setproctitle import setproctitle
 
-from forq.bridge.loop import Bridge
+from forq.bridge.loop import Bridge, Peer, StandardStreams
 from forq.bridge.messages import MessageEncoder
-from forq.bridge.peers import Peer, StandardStreams
 from forq.bridge.requests import Requests
 from forq.broker.keys import handed_channels
 from forq.broker.link import Link
