@@ -19,7 +19,7 @@ MODULES = {
         ("push", "push"),
         ("releases", "await dequeue ack"),
         ("schedules", "schedule schedules unschedule trigger"),
-        ("dead", "dead"),
+        ("jobs", "dead"),
         ("push", "recover"),
         ("jobs", "remove cancel"),
         ("queues", "pause resume drain set"),
