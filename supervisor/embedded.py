@@ -67,7 +67,7 @@ def command(program: str, paths: ServerPaths) -> list[str]:
         "daemonize": "no",
         "save": "",
         "appendonly": "yes",
-        # The scribe syncs (append_only_sync.py): the server itself would answer before it has written.
+        # The scribe syncs (AppendOnlySync): the server itself would answer before it has written.
         "appendfsync": "no",
         "maxmemory-policy": "noeviction",
         "proc-title-template": "forq: redis {unixsocket} (embedded)",

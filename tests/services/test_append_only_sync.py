@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from forq.services.append_only_sync import AppendOnlySync
+from forq.services.scribe import AppendOnlySync
 
 
 def test_a_file_is_synced_when_it_has_grown_or_was_replaced_and_only_then(tmp_path: Path) -> None:

@@ -1,4 +1,5 @@
-"""The scribe: moves jobs that failed for good from the outbox in Redis to the failed log of their queue.
+"""The scribe: moves jobs that failed for good from the outbox in Redis to the failed log of their queue, and syncs the
+embedded server's data to disk.
 
 The failed log is logs/NAME/failed.jsonl in the state directory, one JSON object per line. Two processes write it (the
 scribe, and the clerk when a queue is deleted), each under a lock on the file.
@@ -9,6 +10,7 @@ import json
 import logging
 import os
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -24,10 +26,16 @@ from forq.procs.backoff import Backoff
 from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, expect_busy
 from forq.procs.loop import service_loop
-from forq.services.append_only_sync import AppendOnlySync
 from forq.services.rpc import RpcServer
 
 log = logging.getLogger("forq")
+
+CALL_TIMEOUT_SECONDS = 3.0
+CHECK_SECONDS = 30.0
+FIRST_PAUSE_SECONDS = 0.25
+LONGEST_PAUSE_SECONDS = 30.0
+SYNC_SECONDS = 1.0
+LOG_SECONDS = 60.0
 
 NAME = "failed.jsonl"
 # failed.jsonl, failed.jsonl.1 … failed.jsonl.9
@@ -36,113 +44,6 @@ DEFAULT_MAX_BYTES = 64 * 1024 * 1024
 
 _FILE_FLAGS = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-
-
-def append_lines(directory: Path, lines: Sequence[Mapping[str, object]], max_bytes: int = DEFAULT_MAX_BYTES) -> None:
-    """Appends lines and syncs them. A file that would grow past `max_bytes` is rotated first (one batch may be larger).
-
-    A partial write is undone. If a crash left an incomplete line, the next write ends it first, so that it spoils no
-    other line.
-    """
-    data = b"".join(_encode(line) + b"\n" for line in lines)
-    try:
-        with _opened_directory(directory) as folder:
-            fd = _open_with_room(len(data), folder, max_bytes)
-            try:
-                _write(fd, data)
-                if os.fstat(fd).st_size == len(data):
-                    os.fsync(folder)
-            finally:
-                os.close(fd)
-    except OSError as exc:
-        raise ForqError(f"cannot write {directory / NAME}: {exc.strerror or exc}") from exc
-
-
-def _encode(line: Mapping[str, object]) -> bytes:
-    try:
-        return orjson.dumps(line)
-    except TypeError:
-        # Data at orjson's nesting limit is one level deeper here.
-        return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
-
-
-@contextmanager
-def _opened_directory(directory: Path) -> Iterator[int]:
-    if not directory.exists():
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for parent in (directory.parent, directory.parent.parent):
-            _sync_directory(parent)
-    fd = os.open(directory, _DIRECTORY_FLAGS)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _sync_directory(directory: Path) -> None:
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def _open_with_room(size: int, folder: int, max_bytes: int) -> int:
-    """Opens and locks the log, with room for `size` bytes."""
-    while True:
-        fd = os.open(NAME, _FILE_FLAGS, 0o600, dir_fd=folder)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
-            status = os.fstat(fd)
-            current = _inode(folder) == status.st_ino
-            if current and (status.st_size == 0 or status.st_size + size <= max_bytes):
-                return fd
-            if current:
-                _rotate(folder)
-        except BaseException:
-            os.close(fd)
-            raise
-        # The log was rotated, here or by the other process: the lock is on the old file.
-        os.close(fd)
-
-
-def _inode(folder: int) -> int | None:
-    try:
-        return os.stat(NAME, dir_fd=folder, follow_symlinks=False).st_ino
-    except FileNotFoundError:
-        return None
-
-
-def _rotate(folder: int) -> None:
-    """Renames failed.jsonl to .1, .1 to .2 and so on up to the first free number, or over the oldest file."""
-    names = [NAME, *(f"{NAME}.{number}" for number in range(1, MAX_FILES))]
-    present = set(os.listdir(folder))
-    free = next((number for number, name in enumerate(names) if name not in present), MAX_FILES - 1)
-    for number in range(free, 0, -1):
-        os.rename(names[number - 1], names[number], src_dir_fd=folder, dst_dir_fd=folder)
-    os.fsync(folder)
-
-
-def _write(fd: int, data: bytes) -> None:
-    size = os.fstat(fd).st_size
-    if size and os.pread(fd, 1, size - 1) != b"\n":
-        data = b"\n" + data
-    try:
-        left = memoryview(data)
-        while left:
-            left = left[os.write(fd, left) :]
-        os.fsync(fd)
-    except BaseException:
-        # The lines stay in Redis and are written again: remove the part that was written.
-        with suppress(OSError):
-            os.ftruncate(fd, size)
-        raise
-
-
-CALL_TIMEOUT_SECONDS = 3.0
-CHECK_SECONDS = 30.0
-FIRST_PAUSE_SECONDS = 0.25
-LONGEST_PAUSE_SECONDS = 30.0
 
 
 def run_scribe(context: Context, leash: socket.socket) -> int:
@@ -277,3 +178,160 @@ class Scribe:
         self._due = {queue: max(at, self._check_at) for queue, at in self._due.items()}
         if self._redis_failures.failures == 1:
             log.warning("cannot drain failed logs; retrying error=%s", exc)
+
+
+def append_lines(directory: Path, lines: Sequence[Mapping[str, object]], max_bytes: int = DEFAULT_MAX_BYTES) -> None:
+    """Appends lines and syncs them. A file that would grow past `max_bytes` is rotated first (one batch may be larger).
+
+    A partial write is undone. If a crash left an incomplete line, the next write ends it first, so that it spoils no
+    other line.
+    """
+    data = b"".join(_encode(line) + b"\n" for line in lines)
+    try:
+        with _opened_directory(directory) as folder:
+            fd = _open_with_room(len(data), folder, max_bytes)
+            try:
+                _write(fd, data)
+                if os.fstat(fd).st_size == len(data):
+                    os.fsync(folder)
+            finally:
+                os.close(fd)
+    except OSError as exc:
+        raise ForqError(f"cannot write {directory / NAME}: {exc.strerror or exc}") from exc
+
+
+def _encode(line: Mapping[str, object]) -> bytes:
+    try:
+        return orjson.dumps(line)
+    except TypeError:
+        # Data at orjson's nesting limit is one level deeper here.
+        return json.dumps(line, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+@contextmanager
+def _opened_directory(directory: Path) -> Iterator[int]:
+    if not directory.exists():
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for parent in (directory.parent, directory.parent.parent):
+            _sync_directory(parent)
+    fd = os.open(directory, _DIRECTORY_FLAGS)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _sync_directory(directory: Path) -> None:
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _open_with_room(size: int, folder: int, max_bytes: int) -> int:
+    """Opens and locks the log, with room for `size` bytes."""
+    while True:
+        fd = os.open(NAME, _FILE_FLAGS, 0o600, dir_fd=folder)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            status = os.fstat(fd)
+            current = _inode(folder) == status.st_ino
+            if current and (status.st_size == 0 or status.st_size + size <= max_bytes):
+                return fd
+            if current:
+                _rotate(folder)
+        except BaseException:
+            os.close(fd)
+            raise
+        # The log was rotated, here or by the other process: the lock is on the old file.
+        os.close(fd)
+
+
+def _inode(folder: int) -> int | None:
+    try:
+        return os.stat(NAME, dir_fd=folder, follow_symlinks=False).st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _rotate(folder: int) -> None:
+    """Renames failed.jsonl to .1, .1 to .2 and so on up to the first free number, or over the oldest file."""
+    names = [NAME, *(f"{NAME}.{number}" for number in range(1, MAX_FILES))]
+    present = set(os.listdir(folder))
+    free = next((number for number, name in enumerate(names) if name not in present), MAX_FILES - 1)
+    for number in range(free, 0, -1):
+        os.rename(names[number - 1], names[number], src_dir_fd=folder, dst_dir_fd=folder)
+    os.fsync(folder)
+
+
+def _write(fd: int, data: bytes) -> None:
+    size = os.fstat(fd).st_size
+    if size and os.pread(fd, 1, size - 1) != b"\n":
+        data = b"\n" + data
+    try:
+        left = memoryview(data)
+        while left:
+            left = left[os.write(fd, left) :]
+        os.fsync(fd)
+    except BaseException:
+        # The lines stay in Redis and are written again: remove the part that was written.
+        with suppress(OSError):
+            os.ftruncate(fd, size)
+        raise
+
+
+class AppendOnlySync:
+    """Syncs the embedded server's append-only files once a second while they grow. `directory`: the server's data.
+
+    The server writes them before it replies and never syncs. With `everysec` and a slow disk it would hold back writes
+    for up to two seconds but reply at once, so a kill would lose acknowledged jobs. This way a killed server loses
+    nothing, and a power failure loses about the last second.
+
+    Runs in a thread: a sync may block for as long as the disk takes.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._synced: dict[str, tuple[int, int]] = {}
+        self._logged_at = -LOG_SECONDS
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="append-only-sync", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            time.sleep(SYNC_SECONDS)
+            self.sync()
+
+    def sync(self) -> list[str]:
+        """Syncs the files that have changed and returns their names."""
+        synced = []
+        for path in sorted(self._directory.glob("**/*.incr.aof")):
+            try:
+                if self._sync_one(path):
+                    synced.append(path.name)
+            except FileNotFoundError:
+                continue  # the server has replaced it
+            except OSError as exc:
+                self._log_failure(path, exc)
+        return synced
+
+    def _sync_one(self, path: Path) -> bool:
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            about = os.fstat(fd)
+            seen = (about.st_ino, about.st_size)
+            if self._synced.get(path.name) == seen:
+                return False
+            os.fdatasync(fd)
+        finally:
+            os.close(fd)
+        # Later writes make the file larger than this; the next call syncs them.
+        self._synced[path.name] = seen
+        return True
+
+    def _log_failure(self, path: Path, exc: OSError) -> None:
+        if time.monotonic() - self._logged_at >= LOG_SECONDS:
+            self._logged_at = time.monotonic()
+            log.error("cannot sync the data of the embedded server to disk file=%s error=%s", path, exc)
