@@ -147,7 +147,7 @@ class Client:
         self.link().close()
 
     def link(self) -> Link:
-        """This thread's connection. In a forked process it connects anew."""
+        """This thread's connection. A forked process opens a new one."""
         try:
             return self._local.link  # type: ignore[no-any-return]  # attributes of a thread-local have no type
         except AttributeError:
@@ -457,10 +457,8 @@ def _seconds(given: float | timedelta | None) -> float | None:
     return float(seconds)
 
 
-def wait_for_result(
-    waiter: ResultWaiter, timeout_seconds: float | None, now: Callable[[], float] = time.monotonic
-) -> Any:
-    return _ResultWait(waiter, None if timeout_seconds is None else now() + timeout_seconds, now).result()
+def wait_for_result(waiter: ResultWaiter, timeout_seconds: float | None) -> Any:
+    return _ResultWait(waiter, None if timeout_seconds is None else time.monotonic() + timeout_seconds).result()
 
 
 class _ResultWait:
@@ -471,10 +469,9 @@ class _ResultWait:
     3. After a broken connection starts over with the same target; the check finds a job that ended meanwhile.
     """
 
-    def __init__(self, waiter: ResultWaiter, deadline: float | None, now: Callable[[], float]) -> None:
+    def __init__(self, waiter: ResultWaiter, deadline: float | None) -> None:
         self._waiter = waiter
         self._deadline = deadline
-        self._now = now
         self._subscription = waiter.subscription()
         self._job = f"job {waiter.job_id!r} of queue {waiter.queue!r}"
         # None until the first check has found the job.
@@ -523,12 +520,12 @@ class _ResultWait:
 
     def _wait_for_message(self, target: WaitTarget) -> None:
         """Returns when the job may have ended, or the next check is due."""
-        check_at = self._now() + REGISTRATION_SECONDS / 2
-        while self._now() < check_at:
+        check_at = time.monotonic() + REGISTRATION_SECONDS / 2
+        while time.monotonic() < check_at:
             self._check_deadline()
             wake_at = check_at if self._deadline is None else min(check_at, self._deadline)
             # The message may be about an earlier job with this id. Earlier releases send no mark.
-            marks = _receive_marks(self._subscription, wake_at - self._now())
+            marks = _receive_marks(self._subscription, wake_at - time.monotonic())
             if any(mark in (target.mark, "", "-") for mark in marks):
                 return
 
@@ -543,12 +540,12 @@ class _ResultWait:
         return done.result
 
     def _check_deadline(self) -> None:
-        if self._deadline is not None and self._now() >= self._deadline:
+        if self._deadline is not None and time.monotonic() >= self._deadline:
             raise WaitTimeout(f"{self._job} has not ended yet")
 
     def _pause(self, seconds: float, exc: RedisUnavailable) -> None:
         if self._deadline is not None:
-            left_seconds = self._deadline - self._now()
+            left_seconds = self._deadline - time.monotonic()
             if left_seconds <= 0:
                 raise WaitTimeout(f"{self._job} has not ended, or its end is unknown: {exc}") from exc
             seconds = min(seconds, left_seconds)

@@ -249,7 +249,7 @@ def _read_stored(reply: list[Any]) -> Iterator[tuple[int, str]]:
 
 
 def check_durable(durable: object) -> bool:
-    """Whether the caller wants the jobs on a replica."""
+    """Whether to wait for a replica."""
     if durable not in (None, REPLICA):
         raise UsageError(f"durable {shown(durable)} is not allowed: 'replica', or None for the master alone")
     return durable is not None

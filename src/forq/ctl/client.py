@@ -122,7 +122,7 @@ class ControlClient:
 
 
 def connect(args: Namespace) -> ControlClient:
-    """Connects as the global arguments say."""
+    """Connects to the socket that the global arguments name, else to the default one."""
     timeout_seconds = DEFAULT_TIMEOUT_SECONDS if args.timeout_seconds is None else args.timeout_seconds
     if args.socket is not None:
         return ControlClient(os.path.abspath(args.socket), timeout_seconds)
