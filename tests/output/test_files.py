@@ -25,7 +25,7 @@ def numbers(answer: dict[str, Any]) -> list[int]:
 
 
 def read_all(reader: OutputReader, cursor: str | None = None, **how: Any) -> tuple[list[int], str, bool]:
-    """What is there from the cursor on, the last cursor, and whether something was missing."""
+    """Returns the lines from the cursor on, the last cursor, and whether lines were missing."""
     found, skipped = [], False
     how = {"tail": 10**6, "job": None, **how}
     while True:
@@ -49,7 +49,7 @@ def file(tmp_path: Path) -> RotatingFile:
     return RotatingFile(tmp_path / "q", 10_000)
 
 
-def test_two_files_of_bounded_size_hold_the_newest_lines(
+def test_two_files_of_limited_size_contain_the_newest_lines(
     tmp_path: Path, file: RotatingFile, reader: OutputReader
 ) -> None:
     for begin in range(0, 1000, 10):
@@ -60,13 +60,15 @@ def test_two_files_of_bounded_size_hold_the_newest_lines(
     assert len(found) > 70
 
 
-def test_one_large_batch_is_rotated_within(tmp_path: Path, file: RotatingFile, reader: OutputReader) -> None:
+def test_one_large_batch_may_cause_several_rotations(tmp_path: Path, file: RotatingFile, reader: OutputReader) -> None:
     file.append(record(number) for number in range(1000))
     assert all((tmp_path / "q" / name).stat().st_size <= 10_000 for name in (CURRENT, PREVIOUS))
     assert read_all(reader)[0][-1] == 999
 
 
-def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path, file: RotatingFile, reader: OutputReader) -> None:
+def test_a_truncated_line_does_not_affect_the_next_one(
+    tmp_path: Path, file: RotatingFile, reader: OutputReader
+) -> None:
     file.append([record(1)])
     file.close()
     with open(tmp_path / "q" / CURRENT, "ab") as opened:
@@ -76,16 +78,14 @@ def test_a_line_that_was_cut_off_spoils_no_other(tmp_path: Path, file: RotatingF
     assert read_all(reader)[0] == [1, 3]
 
 
-def test_a_file_that_somebody_has_removed_is_made_again(
-    tmp_path: Path, file: RotatingFile, reader: OutputReader
-) -> None:
+def test_a_removed_file_is_created_again(tmp_path: Path, file: RotatingFile, reader: OutputReader) -> None:
     file.append([record(1)])
     (tmp_path / "q" / CURRENT).unlink()
     file.append([record(2)])
     assert read_all(reader)[0] == [2]
 
 
-def test_a_write_that_fails_is_an_error_and_the_next_one_goes_on(tmp_path: Path, reader: OutputReader) -> None:
+def test_a_failed_write_raises_and_the_next_one_works(tmp_path: Path, reader: OutputReader) -> None:
     file = RotatingFile(tmp_path / "q", 10_000)
     (tmp_path / "q" / CURRENT).symlink_to("/dev/full")
     with pytest.raises(OSError, match=CURRENT):
@@ -106,7 +106,7 @@ def test_the_last_lines_are_found_across_both_files(file: RotatingFile, reader: 
     assert read_all(reader, tail=lines)[0] == kept[max(0, len(kept) - lines) :]
 
 
-def test_a_piece_at_a_time_gives_everything(tmp_path: Path, reader: OutputReader) -> None:
+def test_reading_in_pieces_returns_everything(tmp_path: Path, reader: OutputReader) -> None:
     RotatingFile(tmp_path / "q", 10_000_000).append(record(number, size=500) for number in range(5000))
     first = reader.read("q", None, tail=10**6, job=None)
     assert first["more"]
@@ -114,7 +114,7 @@ def test_a_piece_at_a_time_gives_everything(tmp_path: Path, reader: OutputReader
     assert read_all(reader)[0] == list(range(5000))
 
 
-def test_only_the_lines_of_one_job(file: RotatingFile, reader: OutputReader) -> None:
+def test_a_reader_may_select_the_lines_of_one_job(file: RotatingFile, reader: OutputReader) -> None:
     file.append(record(number, job=f'a"{number % 3}') for number in range(50))
     file.append([json.dumps({"time": "t", "level": "INFO", "message": '"job":"a\\"1"'}).encode() + b"\n"])
     assert read_all(reader, job='a"1')[0] == list(range(1, 50, 3))
@@ -122,8 +122,8 @@ def test_only_the_lines_of_one_job(file: RotatingFile, reader: OutputReader) -> 
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_cursor_loses_nothing_and_repeats_nothing_whatever_is_rotated(tmp_path: Path, seed: int) -> None:
-    """Unless more was written than the files hold: then the answer says so."""
+def test_a_cursor_skips_and_repeats_no_line_across_rotations(tmp_path: Path, seed: int) -> None:
+    """If more was written than the files can hold, the answer reports it."""
     chance = random.Random(seed)
     (tmp_path / "q").mkdir()
     (tmp_path / "q" / "output.fifo").touch()
@@ -148,7 +148,7 @@ def test_a_cursor_loses_nothing_and_repeats_nothing_whatever_is_rotated(tmp_path
     assert seen == sorted(set(seen))
 
 
-def test_a_cursor_into_what_is_gone_says_that_lines_are_missing(file: RotatingFile, reader: OutputReader) -> None:
+def test_a_cursor_into_removed_lines_reports_that_lines_are_missing(file: RotatingFile, reader: OutputReader) -> None:
     file.append(record(number) for number in range(10))
     _, cursor, _ = read_all(reader)
     file.append(record(number) for number in range(10, 1000))
@@ -158,21 +158,19 @@ def test_a_cursor_into_what_is_gone_says_that_lines_are_missing(file: RotatingFi
 
 
 @pytest.mark.parametrize("cursor", ["x", 1, "-:x", "0123456789abcdef", "../..:0", "0123456789abcdef:-1"])
-def test_a_wrong_cursor_is_refused(file: RotatingFile, reader: OutputReader, cursor: Any) -> None:
+def test_an_invalid_cursor_is_refused(file: RotatingFile, reader: OutputReader, cursor: Any) -> None:
     file.append([record(1)])
     with pytest.raises(UsageError, match="cursor"):
         reader.read("q", cursor, tail=1, job=None)
 
 
-def test_what_never_was_is_unknown(reader: OutputReader) -> None:
+def test_a_queue_without_output_files_is_unknown(reader: OutputReader) -> None:
     assert read_all(reader)[0] == []
     with pytest.raises(UnknownQueue):
         reader.read("nobody", None, tail=1, job=None)
 
 
-def test_the_output_of_queues_that_are_gone_stays_for_a_while_and_of_a_few(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_output_of_some_deleted_queues_is_kept_for_a_while(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "MAX_STALE_QUEUES", 3)
     for number in range(6):
         directory = tmp_path / f"gone{number}"

@@ -1,4 +1,4 @@
-"""From bytes in a FIFO to records."""
+"""Parses bytes from a FIFO into records."""
 
 import json
 import random
@@ -54,7 +54,7 @@ MIXED = (
 )
 
 
-def test_tagged_and_raw_lines_may_follow_each_other_in_any_way() -> None:
+def test_tagged_and_raw_lines_may_be_mixed() -> None:
     assert brief(lines().feed(MIXED, "r")) == [
         ("stdout", "j", "one"),
         ("stdout", "j", "two"),
@@ -69,7 +69,7 @@ def test_tagged_and_raw_lines_may_follow_each_other_in_any_way() -> None:
     ]
 
 
-def test_it_does_not_matter_how_the_bytes_were_split() -> None:
+def test_records_do_not_depend_on_how_the_bytes_were_split() -> None:
     whole = brief(lines().feed(MIXED, "r"))
     for seed in range(300):
         chance = random.Random(seed)
@@ -80,7 +80,7 @@ def test_it_does_not_matter_how_the_bytes_were_split() -> None:
         assert brief(found) == whole, seed
 
 
-def test_junk_is_text_and_nothing_fails() -> None:
+def test_invalid_bytes_become_text_without_an_error() -> None:
     reader = lines()
     chance = random.Random(1)
     for _ in range(300):
@@ -89,7 +89,7 @@ def test_junk_is_text_and_nothing_fails() -> None:
             assert isinstance(record["message"], str)
 
 
-def test_a_long_line_is_cut_and_costs_no_memory() -> None:
+def test_a_long_line_is_truncated_without_buffering_it() -> None:
     reader = lines()
     for _ in range(100):
         assert reader.feed(b"x" * 100_000, None) == []
@@ -98,14 +98,14 @@ def test_a_long_line_is_cut_and_costs_no_memory() -> None:
     assert after["message"] == "after"
 
 
-def test_lines_that_go_on_are_joined_by_thread_and_job() -> None:
+def test_continued_lines_are_joined_by_thread_and_job() -> None:
     reader = lines()
     parts = line("a", more=True) + line("b", more=True, thread=9) + line("c", job="k") + line("A") + line("B", thread=9)
     assert brief(reader.feed(parts, None)) == [("stdout", "k", "c"), ("stdout", "j", "aA"), ("stdout", "j", "bB")]
     assert not reader.waiting
 
 
-def test_what_has_no_end_is_shown_after_a_while() -> None:
+def test_an_unfinished_line_becomes_a_record_after_a_while() -> None:
     clock = Clock()
     reader = lines(clock)
     assert reader.feed(line("dots", more=True) + b"prompt: ", "r") == []
@@ -115,7 +115,7 @@ def test_what_has_no_end_is_shown_after_a_while() -> None:
     assert not reader.waiting
 
 
-def test_the_mark_at_a_jobs_end_claims_the_raw_lines_before_it() -> None:
+def test_the_end_mark_of_a_job_assigns_it_the_raw_lines_before() -> None:
     ends = [pack_notice({"end": job}) for job in "ab"]
     chunk = b"of a\n" + line("tagged", job="t") + ends[0] + b"of b\n" + ends[1] + b"of c\n"
     assert brief(lines().feed(chunk, "now")) == [
@@ -126,7 +126,7 @@ def test_the_mark_at_a_jobs_end_claims_the_raw_lines_before_it() -> None:
     ]
 
 
-def test_of_a_flood_only_the_urgent_is_kept() -> None:
+def test_during_a_flood_only_urgent_lines_are_kept() -> None:
     error = line("failed", stream="log", level="ERROR")
     reader = lines()
     assert reader.feed(b"be", None) == []
@@ -136,7 +136,7 @@ def test_of_a_flood_only_the_urgent_is_kept() -> None:
     assert brief(reader.feed(b"\nnext\n", None)) == [("raw", None, "x" * 50), ("raw", None, "next")]
 
 
-def test_a_bar_that_is_drawn_again_and_again_is_shown_now_and_then_as_it_is() -> None:
+def test_a_redrawn_progress_bar_is_sampled() -> None:
     clock = Clock()
     reader, shown = lines(clock), []
     for step in range(80):
@@ -166,7 +166,7 @@ def test_a_bar_that_is_drawn_again_and_again_is_shown_now_and_then_as_it_is() ->
         {"logger": "l" * 1000},
     ],
 )
-def test_a_line_that_is_not_of_our_making_is_raw(forged: dict[str, Any]) -> None:
+def test_a_malformed_tagged_line_is_raw(forged: dict[str, Any]) -> None:
     fields = Line("stdout", "INFO", 1, 7, 8, "j", None, False, "t")._replace(**forged)
     data = b"\x1e" + json.dumps(list(fields)).encode()
     (record,) = lines().feed(data + b"\n", None)
@@ -174,14 +174,14 @@ def test_a_line_that_is_not_of_our_making_is_raw(forged: dict[str, Any]) -> None
 
 
 @pytest.mark.parametrize("note", [{"left_out": [-3, 40]}, {"end": "j" * 1000}])
-def test_a_note_that_is_not_of_our_making_is_raw(note: dict[str, Any]) -> None:
+def test_a_malformed_note_is_raw(note: dict[str, Any]) -> None:
     reader = lines()
     assert [record["stream"] for record in reader.feed(pack_notice(note), None)] == ["raw"]
     assert reader.dropped == [0, 0]
 
 
 @pytest.mark.parametrize("note", [{"left_out": [3, 40]}, {"left_out": [1, 2]}])
-def test_what_the_writers_have_left_out_is_counted(note: dict[str, Any]) -> None:
+def test_lines_dropped_by_writers_are_counted(note: dict[str, Any]) -> None:
     reader = lines()
     assert reader.feed(pack_notice(note) * 2, None) == []
     assert reader.dropped == [2 * number for number in note["left_out"]]

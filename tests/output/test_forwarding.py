@@ -1,4 +1,4 @@
-"""Lines for a stderr that may not be read."""
+"""Writing lines to a stderr that nobody may read."""
 
 import os
 import socket
@@ -8,7 +8,7 @@ from pathlib import Path
 from forq.output.forwarding import MAX_WAITING_BYTES, Forwarder
 
 
-def test_a_pipe_that_is_not_read_holds_up_nobody_and_goes_on_where_it_was() -> None:
+def test_an_unread_pipe_blocks_nobody_and_continues_where_it_stopped() -> None:
     reading, writing = os.pipe()
     forwarder = Forwarder(writing)
     began = time.monotonic()
@@ -30,7 +30,7 @@ def test_a_pipe_that_is_not_read_holds_up_nobody_and_goes_on_where_it_was() -> N
     assert MAX_WAITING_BYTES < len(data) < MAX_WAITING_BYTES + (1 << 17)
 
 
-def test_a_socket_that_is_not_read_holds_up_nobody() -> None:
+def test_an_unread_socket_blocks_nobody() -> None:
     ours, theirs = socket.socketpair()
     forwarder = Forwarder(theirs.fileno())
     for _ in range(20_000):
@@ -41,7 +41,7 @@ def test_a_socket_that_is_not_read_holds_up_nobody() -> None:
     assert theirs.getblocking()
 
 
-def test_a_file_is_written_at_the_shared_place(tmp_path: Path) -> None:
+def test_a_file_is_written_at_its_shared_offset(tmp_path: Path) -> None:
     fd = os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT)
     forwarder = Forwarder(fd)
     os.write(fd, b"one\n")
@@ -51,7 +51,7 @@ def test_a_file_is_written_at_the_shared_place(tmp_path: Path) -> None:
     assert (tmp_path / "log").read_bytes() == b"one\ntwo\nthree\n"
 
 
-def test_a_reader_that_is_gone_is_no_error() -> None:
+def test_a_closed_reader_is_not_an_error() -> None:
     reading, writing = os.pipe()
     forwarder = Forwarder(writing)
     os.close(reading)

@@ -1,4 +1,4 @@
-"""The logger, without a supervisor around it: FIFOs on one side, files and a stderr on the other."""
+"""The logger without a supervisor: it reads FIFOs and writes files and stderr."""
 
 import json
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.timeout(60)
 
 
 class Running:
-    """A logger in a thread, and the ends of all that it is connected to."""
+    """A logger in a thread, and the other end of each of its connections."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -76,16 +76,16 @@ def tagged(text: str, level: str = "INFO", stream: str = "stdout") -> bytes:
     return b"".join(pack_line(Line(stream, level, int(time.time() * 1000), 1, 2, "t", None, False, text)))
 
 
-def test_lines_go_to_the_queues_file_and_to_stderr(logger: Running) -> None:
-    os.write(logger.fifo("a"), b"before it was told\n")
+def test_lines_go_to_the_file_of_the_queue_and_to_stderr(logger: Running) -> None:
+    os.write(logger.fifo("a"), b"before the request\n")
     logger.ask("serve", queues=["a", "b"])
     os.write(logger.fifo("b"), tagged("of b"))
-    wait_until(lambda: (logger.messages("a"), logger.messages("b")) == (["before it was told"], ["of b"]))
+    wait_until(lambda: (logger.messages("a"), logger.messages("b")) == (["before the request"], ["of b"]))
     wait_until(lambda: logger.stderr.read_text().endswith(" INFO    b t: of b\n"))
-    assert " INFO    a: before it was told\n" in logger.stderr.read_text()
+    assert " INFO    a: before the request\n" in logger.stderr.read_text()
 
 
-def test_a_raw_line_is_the_only_running_jobs_and_nobodys_if_there_are_two(logger: Running) -> None:
+def test_a_raw_line_belongs_to_a_job_only_if_no_other_job_runs(logger: Running) -> None:
     logger.ask("serve", queues=["a"])
     logger.job("other", "elsewhere")
     logger.job("a", "one")
@@ -99,7 +99,7 @@ def test_a_raw_line_is_the_only_running_jobs_and_nobodys_if_there_are_two(logger
     assert [record.get("job") for record in logger.records("a")] == ["one", None, "marked"]
 
 
-def test_a_flood_is_left_out_but_for_what_is_urgent_and_no_neighbour_waits(logger: Running) -> None:
+def test_a_flood_is_dropped_except_urgent_lines_and_delays_no_other_queue(logger: Running) -> None:
     logger.ask("serve", queues=["flood", "calm"])
     flood, calm = logger.fifo("flood"), logger.fifo("calm")
     block = b"x" * 99 + b"\n"
@@ -122,20 +122,20 @@ def test_a_flood_is_left_out_but_for_what_is_urgent_and_no_neighbour_waits(logge
     assert logger.stderr.stat().st_size < 60 << 20
 
 
-def test_a_queue_that_was_deleted_and_made_again_is_read_from_its_new_fifo(logger: Running) -> None:
+def test_a_recreated_queue_is_read_from_its_new_fifo(logger: Running) -> None:
     logger.ask("serve", queues=["a"])
     old = logger.fifo("a")
     os.write(old, b"last words")
     (logger.directory / "logs" / "a" / "output.fifo").unlink()
     new = logger.fifo("a")
-    # It has not heard that the queue was gone in between.
+    # The logger was not notified of the deletion.
     logger.ask("serve", queues=["a"])
     assert logger.messages("a") == ["last words"]
     os.write(new, b"first words\n")
     wait_until(lambda: logger.messages("a") == ["last words", "first words"])
 
 
-def test_what_was_written_is_kept_when_it_is_told_to_end_and_when_nobody_is_there_to_tell(tmp_path: Path) -> None:
+def test_written_lines_are_kept_when_the_logger_stops_or_loses_its_supervisor(tmp_path: Path) -> None:
     logger = Running(tmp_path)
     logger.ask("serve", queues=["a"])
     os.write(logger.fifo("a"), b"one\nhalf")
@@ -146,7 +146,7 @@ def test_what_was_written_is_kept_when_it_is_told_to_end_and_when_nobody_is_ther
     assert logger.messages("a") == ["one", "half", "two"]
 
 
-def test_a_disk_that_cannot_be_written_is_told_once_and_stderr_has_the_lines(
+def test_an_unwritable_disk_is_reported_once_and_lines_still_reach_stderr(
     logger: Running, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger.ask("serve", queues=["a"])
@@ -161,7 +161,7 @@ def test_a_disk_that_cannot_be_written_is_told_once_and_stderr_has_the_lines(
     wait_until(lambda: logger.messages("a") == ["again"])
 
 
-def test_a_fifo_that_cannot_be_had_spoils_no_other_queue(logger: Running, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_fifo_that_cannot_be_opened_affects_no_other_queue(logger: Running, caplog: pytest.LogCaptureFixture) -> None:
     (logger.directory / "logs" / "bad").mkdir(parents=True)
     (logger.directory / "logs" / "bad" / "output.fifo").write_text("mine")
     logger.ask("serve", queues=["bad", "good"])

@@ -18,7 +18,7 @@ from forq.output.writer import CURRENT_JOB, OutputWriter
 
 
 class Fifo:
-    """The reader's end, and an Output at the other."""
+    """The reading end of a FIFO with an Output at the other end."""
 
     def __init__(self, directory: Path) -> None:
         self.fd = open_fifo(directory)
@@ -52,14 +52,14 @@ def fifo(tmp_path: Path) -> Iterator[Fifo]:
     CURRENT_JOB.reset(token)
 
 
-def test_a_print_is_one_line_whatever_it_consists_of(fifo: Fifo) -> None:
+def test_a_print_is_written_as_one_line(fifo: Fifo) -> None:
     print("a", 1, None, file=fifo.stdout)
     print("b", end="", file=fifo.stdout)
     print("c\nd\n\ne", file=fifo.stdout)
     assert fifo.texts() == [("j", "a 1 None", False), ("j", "bc\nd\n", False), ("j", "e", False)]
 
 
-def test_a_line_knows_when_where_and_by_whom_it_was_written(fifo: Fifo) -> None:
+def test_a_line_has_its_time_stream_thread_and_job(fifo: Fifo) -> None:
     before = time.time() * 1000
     print("x", file=fifo.stdout)
     (line,) = fifo.lines()
@@ -67,7 +67,7 @@ def test_a_line_knows_when_where_and_by_whom_it_was_written(fifo: Fifo) -> None:
     assert (line.pid, line.thread, line.stream, line.level) == (os.getpid(), threading.get_ident(), "stdout", "INFO")
 
 
-def test_half_a_line_waits_for_its_end_or_the_end_of_its_job(fifo: Fifo) -> None:
+def test_a_partial_line_waits_for_its_end_or_the_end_of_its_job(fifo: Fifo) -> None:
     fifo.stdout.write("half")
     assert (fifo.writes(), fifo.output.pending) == ([], True)
     fifo.output.finish_jobs()
@@ -78,13 +78,13 @@ def test_half_a_line_waits_for_its_end_or_the_end_of_its_job(fifo: Fifo) -> None
     assert fifo.texts() == [("j", "of j", False), ("k", "of k", False)]
 
 
-def test_a_flush_shows_half_a_line_and_says_that_it_goes_on(fifo: Fifo) -> None:
+def test_a_flush_writes_a_partial_line_marked_as_continued(fifo: Fifo) -> None:
     print(".", end="", flush=True, file=fifo.stdout)
     print(" done", file=fifo.stdout)
     assert fifo.texts() == [("j", ".", True), ("j", " done", False)]
 
 
-def test_threads_do_not_share_half_lines(fifo: Fifo) -> None:
+def test_threads_do_not_share_partial_lines(fifo: Fifo) -> None:
     def half_and_half(job: str) -> None:
         CURRENT_JOB.set(job)
         for number in range(200):
@@ -100,7 +100,7 @@ def test_threads_do_not_share_half_lines(fifo: Fifo) -> None:
 
 
 @pytest.mark.parametrize("text", ["x" * 8000, "ü" * 8000, "\x01" * 8000, "\ud800" * 5000, "😀" * 8000])
-def test_no_write_is_longer_than_the_kernel_keeps_whole_and_nothing_is_missing(fifo: Fifo, text: str) -> None:
+def test_no_write_exceeds_pipe_buf_and_nothing_is_missing(fifo: Fifo, text: str) -> None:
     print(text, file=fifo.stdout)
     writes = fifo.writes()
     assert all(len(write) <= MAX_WRITE for write in writes)
@@ -111,7 +111,7 @@ def test_no_write_is_longer_than_the_kernel_keeps_whole_and_nothing_is_missing(f
     assert [line.more for line in lines if isinstance(line, Line)] == [True] * (len(lines) - 1) + [False]
 
 
-def test_a_huge_line_is_cut_where_it_is_written(fifo: Fifo) -> None:
+def test_a_huge_line_is_truncated_by_its_writer(fifo: Fifo) -> None:
     fifo.stdout.write("x" * 10_000_000)
     fifo.stdout.write("y" * 10_000_000 + "\n")
     assert len("".join(line.text for line in fifo.lines())) == 8193
@@ -125,14 +125,14 @@ def test_many_lines_of_one_write_share_writes_and_keep_their_order(fifo: Fifo) -
     assert len(lines) < 300
 
 
-def test_bytes_are_text_whatever_they_are(fifo: Fifo) -> None:
+def test_any_bytes_are_written_as_text(fifo: Fifo) -> None:
     assert fifo.stdout.buffer.write(b"\xff\x00 \xc3\xbc\n") == 6
     assert fifo.texts() == [("j", "\\xff\x00 ü", False)]
     with pytest.raises(TypeError, match="must be str, not bytes"):
         fifo.stdout.write(b"no")  # type: ignore[arg-type]
 
 
-def test_the_streams_have_what_code_asks_of_them(fifo: Fifo) -> None:
+def test_the_streams_have_the_usual_attributes_of_text_streams(fifo: Fifo) -> None:
     stdout = fifo.stdout
     assert (stdout.fileno(), stdout.isatty(), stdout.encoding, stdout.writable()) == (1, False, "utf-8", True)
     stdout.reconfigure(line_buffering=True)
@@ -142,7 +142,7 @@ def test_the_streams_have_what_code_asks_of_them(fifo: Fifo) -> None:
     assert fifo.texts() == [("j", "still", False)]
 
 
-def test_a_flood_is_counted_before_it_is_written_and_urgent_messages_get_through(fifo: Fifo) -> None:
+def test_a_flood_is_dropped_and_counted_by_the_writer_and_urgent_messages_pass(fifo: Fifo) -> None:
     began, notes = time.monotonic(), []
     for _ in range(400):
         fifo.stdout.write(("x" * 99 + "\n") * 1000)
@@ -160,7 +160,7 @@ def test_a_flood_is_counted_before_it_is_written_and_urgent_messages_get_through
     assert not fifo.output.pending
 
 
-def test_a_full_fifo_holds_up_once_and_shortly_and_is_told_of_afterwards(fifo: Fifo) -> None:
+def test_a_full_fifo_blocks_once_briefly_and_is_reported_afterwards(fifo: Fifo) -> None:
     began = time.monotonic()
     for _ in range(3000):
         print("x" * 800, file=fifo.stdout)
@@ -174,7 +174,7 @@ def test_a_full_fifo_holds_up_once_and_shortly_and_is_told_of_afterwards(fifo: F
     assert line.text == "room again"
 
 
-def test_a_descriptor_that_was_closed_and_is_somebody_elses_now_is_left_alone(tmp_path: Path) -> None:
+def test_a_closed_and_reused_descriptor_is_not_written_to(tmp_path: Path) -> None:
     fd = open_fifo(tmp_path)
     output = OutputWriter()
     output.open(fd, ())
@@ -186,7 +186,7 @@ def test_a_descriptor_that_was_closed_and_is_somebody_elses_now_is_left_alone(tm
     assert (tmp_path / "mine").read_text() == ""
 
 
-def test_the_root_handler_writes_level_logger_and_traceback_and_cuts_the_middle(fifo: Fifo) -> None:
+def test_the_root_handler_writes_level_logger_and_a_traceback_shortened_in_the_middle(fifo: Fifo) -> None:
     logger = logging.Logger("my.lib")
     logger.addHandler(CaptureHandler(fifo.output))
     logger.warning("w %s", 1)
@@ -210,7 +210,7 @@ def test_a_message_that_cannot_be_formatted_does_not_fail_its_job(fifo: Fifo, mo
     assert any("Logging error" in line.text for line in fifo.lines())
 
 
-def test_what_is_no_fifo_is_refused(tmp_path: Path) -> None:
+def test_a_path_that_is_not_a_fifo_is_refused(tmp_path: Path) -> None:
     (tmp_path / FIFO_NAME).write_text("a file")
     with pytest.raises(ForqError, match="is not a FIFO"):
         open_fifo(tmp_path)

@@ -1,4 +1,4 @@
-"""A loop with a clock that tests move, and children that are never forked."""
+"""A loop with a fake clock, and children that are never forked."""
 
 import heapq
 from collections.abc import Callable
@@ -13,7 +13,7 @@ CRASHED = Exit(None, 9)
 
 
 class FakeLoop:
-    """Timers run only within `run`. Descriptors are remembered, so that a test can call their readers."""
+    """Timers run only within `run`. Readers are kept by descriptor, so that a test can call them."""
 
     def __init__(self) -> None:
         self.time = 1000.0
@@ -58,10 +58,10 @@ class FakeLoop:
 
 
 class FakeChild:
-    """Stands for Child. `receive` passes a message from it to its owner; `die` ends it, as the clean-up would."""
+    """Replaces Child. `receive` passes a message from it to its owner; `die` ends it, as the cleanup would."""
 
     made: "list[FakeChild]"
-    # What the next forks raise.
+    # Exceptions for the next forks.
     refused: "list[OSError]"
     loop: FakeLoop
 
@@ -114,5 +114,5 @@ class FakeChild:
 
 
 def fake_child_class(loop: FakeLoop) -> type[FakeChild]:
-    """A class of its own for each test, with an empty list of children."""
+    """A new class for each test, with an empty list of children."""
     return type("Child", (FakeChild,), {"made": [], "refused": [], "loop": loop})

@@ -1,4 +1,4 @@
-"""Units of capacity: who gets them, who is asked for them, and that nobody waits for ever."""
+"""Units of capacity: who gets them, who must yield them, and that no waiter starves."""
 
 from collections.abc import Callable
 
@@ -15,7 +15,7 @@ from forq.supervisor.capacity import (
     Holder,
     Instruction,
 )
-from tests.supervisor.capacity_watch import AGING_SECONDS, Kind, Simulation, Watch
+from tests.supervisor.capacity_model import AGING_SECONDS, CapacityModel, Kind, Simulation
 
 # A power of two, like AGING_SECONDS, so that sums of them are exact; above SHORTEST_TICK_SECONDS.
 TICK_SECONDS = 1 / 64
@@ -38,14 +38,14 @@ def capacity_of(units: int = 100, idle: Callable[[Holder], bool] = lambda holder
 
 
 def full(*holders: tuple[int, int], idle: tuple[Holder, ...] = ()) -> Capacity:
-    """100 units; holders 0, 1, ... hold (units, priority) since -10."""
+    """100 units; holders 0, 1, ... have held (units, priority) since -10."""
     capacity = capacity_of(idle=idle.__contains__)
     for holder, (units, priority) in enumerate(holders):
         assert capacity.want(holder, units, priority, -10.0) == [go(holder)]
     return capacity
 
 
-def test_whoever_fits_goes_at_once_and_keeps_it() -> None:
+def test_a_request_that_fits_is_granted_at_once_and_kept() -> None:
     capacity = capacity_of()
     assert [capacity.want(holder, 50, 0, 0.0) for holder in (1, 2)] == [[go(1)], [go(2)]]
     assert capacity.tick(1000.0) == []
@@ -53,7 +53,7 @@ def test_whoever_fits_goes_at_once_and_keeps_it() -> None:
     assert capacity.next_tick_seconds(1000.0) is None
 
 
-def test_a_want_that_fits_looks_at_nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_request_that_fits_checks_no_other_holder(monkeypatch: pytest.MonkeyPatch) -> None:
     def look_at(*args: object) -> bool:
         raise AssertionError(args)
 
@@ -66,20 +66,20 @@ def test_a_want_that_fits_looks_at_nobody_else(monkeypatch: pytest.MonkeyPatch) 
     assert capacity.granted == 0
 
 
-def test_more_units_than_there_are_mean_all_of_them() -> None:
+def test_a_request_above_the_capacity_gets_all_units() -> None:
     capacity = capacity_of()
     assert capacity.want(1, 10**6, 0, 0.0) == [go(1)]
     assert capacity.granted == 100
 
 
-def test_higher_priority_then_fewer_units_then_longer_waiting_goes_first() -> None:
+def test_waiters_are_ordered_by_priority_then_units_then_waiting_time() -> None:
     capacity = full((100, 9))
     for holder, units, priority in ((1, 40, 0), (2, 30, 0), (3, 30, 0), (4, 50, 1)):
         assert capacity.want(holder, units, priority, 0.0) == [wait(holder)]
     assert capacity.done(0, 0.1)[:2] == [go(4), go(2)]
 
 
-def test_waiting_raises_the_level() -> None:
+def test_waiting_raises_the_priority_level() -> None:
     capacity = full((100, 9))
     capacity.want(1, 100, 0, 0.0)
     capacity.want(2, 100, 2, 3 * AGING_SECONDS)
@@ -88,7 +88,7 @@ def test_waiting_raises_the_level() -> None:
 
 
 @pytest.mark.parametrize(("priority", "asked"), [(1, [ask(0)]), (0, []), (-1, [])])
-def test_who_must_yield_at_once_depends_on_priority(priority: int, asked: list[Instruction]) -> None:
+def test_only_holders_of_lower_priority_must_yield_at_once(priority: int, asked: list[Instruction]) -> None:
     capacity = capacity_of()
     capacity.want(0, 100, 0, 0.0)
     assert capacity.want(1, 10, priority, SLICE_SECONDS / 2) == [wait(1), *asked]
@@ -109,12 +109,12 @@ def test_a_holder_of_higher_priority_yields_once_the_head_has_risen_to_it() -> N
     assert capacity.tick(AGING_SECONDS) == [ask(0)]
 
 
-def test_idle_holders_are_asked_first_whatever_their_priority() -> None:
+def test_idle_holders_must_yield_first_whatever_their_priority() -> None:
     capacity = full((50, 0), (50, 9), idle=(1,))
     assert capacity.want(2, 10, 5, 0.0) == [wait(2), ask(1)]
 
 
-def test_no_more_are_asked_than_needed_and_each_once() -> None:
+def test_no_more_holders_than_needed_must_yield_and_each_only_once() -> None:
     capacity = full((40, 0), (30, -1), (30, -1))
     assert capacity.want(3, 50, 5, 0.0) == [wait(3), ask(1), ask(2)]
     assert capacity.want(3, 50, 5, 0.0) == [wait(3)]
@@ -122,14 +122,14 @@ def test_no_more_are_asked_than_needed_and_each_once() -> None:
     assert capacity.done(2, 0.1) == [go(3)]
 
 
-def test_of_equal_priorities_the_longest_holding_is_asked() -> None:
+def test_among_equal_priorities_the_oldest_holder_must_yield() -> None:
     capacity = capacity_of()
     for holder, since in ((0, 2.0), (1, 1.0), (2, 3.0)):
         capacity.want(holder, 30, 0, since)
     assert capacity.want(3, 20, 5, 10.0) == [wait(3), ask(1)]
 
 
-def test_a_look_is_due_when_another_rises_to_the_head_though_all_holders_were_asked() -> None:
+def test_a_tick_is_due_when_another_waiter_becomes_first() -> None:
     capacity = full((60, -1), (40, -1))
     assert capacity.want(2, 100, 0, 0.0) == [wait(2), ask(0), ask(1)]
     assert capacity.want(3, 30, 1, 1.5 * AGING_SECONDS) == [wait(3)]
@@ -138,7 +138,7 @@ def test_a_look_is_due_when_another_rises_to_the_head_though_all_holders_were_as
     assert capacity.tick(2.5 * AGING_SECONDS) == [go(3), ask(3)]
 
 
-def test_a_holder_that_becomes_idle_is_asked_though_a_busy_one_has_been() -> None:
+def test_a_holder_that_becomes_idle_must_yield_even_if_a_busy_one_was_requested_to() -> None:
     idle: set[Holder] = set()
     capacity = capacity_of(idle=idle.__contains__)
     capacity.want(0, 50, 0, 0.0)
@@ -149,7 +149,7 @@ def test_a_holder_that_becomes_idle_is_asked_though_a_busy_one_has_been() -> Non
     assert capacity.tick(1.0 + SLICE_SECONDS) == [ask(1)]
 
 
-def test_looks_are_not_closer_than_the_shortest() -> None:
+def test_ticks_have_a_minimum_interval() -> None:
     capacity = capacity_of()
     capacity.want(0, 100, 0, 0.0)
     now = SLICE_SECONDS - SHORTEST_TICK_SECONDS / 10
@@ -157,21 +157,21 @@ def test_looks_are_not_closer_than_the_shortest() -> None:
     assert capacity.next_tick_seconds(now) == pytest.approx(SHORTEST_TICK_SECONDS)
 
 
-def test_to_ask_when_to_look_does_not_postpone_the_look() -> None:
+def test_querying_the_next_tick_does_not_postpone_it() -> None:
     capacity = full((100, 1))
     capacity.want(1, 10, 0, 0.0)
     assert capacity.next_tick_seconds(0.04) == pytest.approx(SLICE_SECONDS - 0.04)
     assert capacity.next_tick_seconds(0.3) == 0.0
 
 
-def test_a_new_grant_does_not_count_as_idle_before_its_holder_can_have_begun() -> None:
+def test_a_new_grant_does_not_count_as_idle_at_first() -> None:
     capacity = capacity_of(idle=lambda holder: True)
     capacity.want(0, 100, 9, 0.0)
     assert capacity.want(1, 100, 0, 0.01) == [wait(1)]
     assert capacity.tick(SLICE_SECONDS) == [ask(0)]
 
 
-def test_smaller_ones_pass_a_head_that_does_not_fit_until_it_has_waited_long_enough() -> None:
+def test_smaller_requests_overtake_a_large_one_until_it_has_waited_long_enough() -> None:
     capacity = full((60, 9))
     assert capacity.want(1, 100, 5, 0.0) == [wait(1)]
     assert capacity.want(2, 20, 0, AGING_SECONDS - TICK_SECONDS) == [go(2), ask(2)]
@@ -180,7 +180,7 @@ def test_smaller_ones_pass_a_head_that_does_not_fit_until_it_has_waited_long_eno
     assert capacity.done(0, AGING_SECONDS) == [go(1)]
 
 
-def test_units_of_the_dead_are_handed_on_in_the_same_call() -> None:
+def test_units_of_a_dead_holder_are_granted_in_the_same_call() -> None:
     capacity = full((100, 0))
     capacity.want(1, 100, 0, 0.0)
     capacity.want(2, 100, 0, 0.0)
@@ -188,7 +188,7 @@ def test_units_of_the_dead_are_handed_on_in_the_same_call() -> None:
     assert capacity.done(0, 0.01) == [go(2)]
 
 
-def test_the_same_wish_again_keeps_its_place_and_another_one_starts_anew() -> None:
+def test_a_repeated_request_keeps_its_place_and_a_changed_one_loses_it() -> None:
     capacity = full((100, 9))
     capacity.want(1, 50, 0, 0.0)
     capacity.want(1, 50, 0, AGING_SECONDS)
@@ -197,7 +197,7 @@ def test_the_same_wish_again_keeps_its_place_and_another_one_starts_anew() -> No
     assert capacity.describe(AGING_SECONDS)["waiting"][0]["waited_seconds"] == 0
 
 
-def test_describe_says_who_holds_and_who_waits() -> None:
+def test_describe_lists_holders_and_waiters() -> None:
     capacity = full((100, 0))
     capacity.want(1, 30, 2, 0.0)
     holders = [{"holder": 0, "units": 100, "priority": 0, "held_seconds": 10.5, "yield_sent": True}]
@@ -215,45 +215,45 @@ class CapacityMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.watch = Watch()
+        self.model = CapacityModel()
         self.idleness_changed = False
 
     @rule(holder=HOLDERS, units=SIZES, priority=PRIORITIES)
     def want(self, holder: Holder, units: int, priority: int) -> None:
-        self.watch.want(holder, units, priority)
+        self.model.want(holder, units, priority)
 
     @rule(holder=HOLDERS)
     def done(self, holder: Holder) -> None:
-        self.watch.done(holder)
+        self.model.done(holder)
 
     @rule(holder=HOLDERS)
     def gone(self, holder: Holder) -> None:
-        self.watch.gone(holder)
+        self.model.gone(holder)
 
     @rule(holder=HOLDERS)
     def turn_idle_or_busy(self, holder: Holder) -> None:
-        self.watch.idle ^= {holder}
+        self.model.idle ^= {holder}
         self.idleness_changed = True
 
     @rule(ticks=st.integers(1, 40))
     def time_passes(self, ticks: int) -> None:
-        patience = self.watch.capacity.next_tick_seconds(self.watch.now)
-        self.watch.now += ticks * TICK_SECONDS
-        orders = self.watch.look()
+        patience = self.model.capacity.next_tick_seconds(self.model.now)
+        self.model.now += ticks * TICK_SECONDS
+        instructions = self.model.tick()
         if not self.idleness_changed and (patience is None or ticks * TICK_SECONDS < patience):
-            assert orders == [], "a look was due earlier than was said"
+            assert instructions == [], "a tick was due earlier than announced"
         self.idleness_changed = False
 
     @rule()
-    def look_when_due(self) -> None:
-        patience = self.watch.capacity.next_tick_seconds(self.watch.now)
+    def tick_when_due(self) -> None:
+        patience = self.model.capacity.next_tick_seconds(self.model.now)
         if patience is not None:
-            # To the next tick: looks are whole ticks apart, so that sums stay exact.
-            self.watch.now += -(-patience // TICK_SECONDS) * TICK_SECONDS
-            self.watch.look()
+            # Rounded up to whole ticks, so that sums stay exact.
+            self.model.now += -(-patience // TICK_SECONDS) * TICK_SECONDS
+            self.model.tick()
 
 
-def test_the_rules_hold_in_any_order_of_calls() -> None:
+def test_the_capacity_rules_hold_for_any_order_of_calls() -> None:
     run_state_machine_as_test(
         CapacityMachine, settings=settings(max_examples=200, stateful_step_count=40, deadline=None)
     )
@@ -271,13 +271,13 @@ KINDS = st.builds(
 
 @settings(max_examples=60, deadline=None)
 @given(st.lists(KINDS, min_size=2, max_size=7), st.integers(0, 10**6))
-def test_everybody_is_served_in_bounded_time(kinds: list[Kind], seed: int) -> None:
+def test_every_waiter_is_served_in_bounded_time(kinds: list[Kind], seed: int) -> None:
     simulation = Simulation(kinds, seed)
     simulation.run(6.0)
     assert min(simulation.served) > 0
 
 
-def test_the_higher_priority_gets_nearly_all_and_the_lower_one_its_turn() -> None:
+def test_the_higher_priority_gets_most_units_and_the_lower_one_does_not_starve() -> None:
     simulation = Simulation([Kind(100, 4, 0.004), Kind(100, 0, 0.004)], seed=1)
     simulation.run(20.0)
     high, low = simulation.served
@@ -285,13 +285,13 @@ def test_the_higher_priority_gets_nearly_all_and_the_lower_one_its_turn() -> Non
     assert high > 20 * low
 
 
-def test_equals_share_equally() -> None:
+def test_equal_priorities_get_equal_shares() -> None:
     simulation = Simulation([Kind(60, 0, 0.004), Kind(60, 0, 0.004), Kind(60, 0, 0.004)], seed=1)
     simulation.run(20.0)
     assert min(simulation.served) > 0.8 * max(simulation.served)
 
 
-def test_one_that_never_answers_does_not_keep_the_head_from_what_others_only_keep() -> None:
+def test_a_holder_that_never_yields_does_not_block_units_of_idle_holders() -> None:
     """A holder whose process is stopped cannot yield."""
     capacity = Capacity(100, aging_seconds=100.0, idle=lambda holder: True)
     for holder in (1, 2):

@@ -1,4 +1,4 @@
-"""A child and the table of children without forks: messages, stop, and the clean-up after its end."""
+"""A child and the table of children without forks: messages, stop, and the cleanup after its end."""
 
 import os
 import signal
@@ -27,7 +27,7 @@ CRASHED = Exit(None, 9)
 
 
 class Stage:
-    """One child; `leash` is its end, `warden` are requests that wait for an answer."""
+    """One child; `leash` is its end of the leash, `warden` are unanswered requests."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loop = FakeLoop()
@@ -129,7 +129,7 @@ def test_an_invalid_line_kills_the_child_and_the_rest_is_ignored(stage: Stage) -
     stage.loop.run()
     stage.answer_warden()
     stage.loop.run()
-    assert (stage.lines, stage.ends) == ([b"good"], [CRASHED]), "nor is what it sends until its end"
+    assert (stage.lines, stage.ends) == ([b"good"], [CRASHED]), "later messages are ignored, too"
 
 
 def test_the_last_messages_of_a_dead_child_are_handled_before_its_end_is_reported(stage: Stage) -> None:
@@ -143,7 +143,7 @@ def test_the_last_messages_of_a_dead_child_are_handled_before_its_end_is_reporte
 
 
 def test_a_child_is_not_reaped_while_the_warden_kills_it(stage: Stage) -> None:
-    """Its pid could be that of another process by then."""
+    """After that, its pid could belong to another process."""
     stage.child.kill()
     stage.exit()
     assert "reap" not in stage.log
@@ -173,7 +173,7 @@ def test_a_child_that_ends_within_its_grace_period_is_not_killed(stage: Stage) -
     assert [verb for verb, _ in stage.warden] == ["clean_up"]
 
 
-def test_a_child_that_closes_its_leash_and_lives_on_is_killed(stage: Stage) -> None:
+def test_a_child_that_closes_its_leash_and_keeps_running_is_killed(stage: Stage) -> None:
     stage.leash.close()
     stage.read()
     stage.loop.run(LEASH_CLOSED_SECONDS - 0.1)
@@ -183,7 +183,7 @@ def test_a_child_that_closes_its_leash_and_lives_on_is_killed(stage: Stage) -> N
     assert [verb for verb, _ in stage.warden] == ["kill"]
 
 
-def test_a_child_that_closes_its_leash_because_it_ends_is_not_blamed(stage: Stage) -> None:
+def test_a_child_that_closes_its_leash_because_it_ends_is_not_killed(stage: Stage) -> None:
     stage.leash.close()
     stage.read()
     stage.exit()
@@ -191,7 +191,7 @@ def test_a_child_that_closes_its_leash_because_it_ends_is_not_blamed(stage: Stag
     assert "invalid leash_closed" not in stage.log
 
 
-def test_children_that_die_during_a_clean_up_share_the_next_one(stage: Stage) -> None:
+def test_children_that_die_during_a_cleanup_share_the_next_one(stage: Stage) -> None:
     gone: list[int] = []
     for number in range(3):
         stage.table.clean_up(None, lambda survivors, number=number: gone.append(number))  # type: ignore[misc]
@@ -217,7 +217,7 @@ def test_a_callback_that_fails_does_not_keep_the_others_from_being_called(stage:
     assert gone == ["second"]
 
 
-def test_without_a_warden_the_supervisor_does_the_work_itself(stage: Stage) -> None:
+def test_without_a_warden_the_supervisor_kills_the_tree_itself(stage: Stage) -> None:
     stage.table.request_warden = lambda verb, params, answer: False
     answers: list[Any] = []
     stage.table.delegate("kill", {}, lambda: "done here", answers.append)

@@ -1,4 +1,4 @@
-"""How a child's end looks from the supervisor's side of its leash, and what one can do to the supervisor's loop."""
+"""The end of a real child, seen from the supervisor's side of its leash, and its effect on the loop."""
 
 import logging
 import os
@@ -28,15 +28,15 @@ class Kept(logging.Handler):
         self.messages.append(record.getMessage())
 
 
-def test_a_child_that_ends_without_reading_its_leash_ends_like_any_other() -> None:
-    """Its end of the leash has unread lines when it is closed, which the supervisor sees as ECONNRESET."""
+def test_a_child_that_ends_without_reading_its_leash_ends_normally() -> None:
+    """If its end of the leash is closed with unread lines, the supervisor gets ECONNRESET."""
 
     def check() -> None:
         loop, log = Loop(), Kept()
         logging.getLogger("forq").addHandler(log)
         gate_read, gate_write = os.pipe()
         ends: list[Exit] = []
-        heard: list[bytes] = []
+        received: list[bytes] = []
 
         def run(leash: socket.socket) -> int:
             leash.sendall(b"{}\n")
@@ -44,44 +44,44 @@ def test_a_child_that_ends_without_reading_its_leash_ends_like_any_other() -> No
             return 0
 
         children = ChildTable(loop, (gate_read,), None)
-        child = Child(children, "test", run, on_line=heard.append, on_end=ends.append)
+        child = Child(children, "test", run, on_line=received.append, on_end=ends.append)
         child.send(b"unread\n")
         os.write(gate_write, b"x")
         deadline = time.monotonic() + 20.0
         while not ends and time.monotonic() < deadline:
             loop.tick(0.05)
-        assert (ends, heard, log.messages) == ([Exit(0, None)], [b"{}"], [])
+        assert (ends, received, log.messages) == ([Exit(0, None)], [b"{}"], [])
 
     in_a_process_of_its_own(check)
 
 
-def test_a_child_that_is_stopped_and_continued_without_end_leaves_the_loop_to_others(
+def test_a_child_stopped_and_continued_endlessly_does_not_occupy_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whoever does that may be as fast as the supervisor: there is always one more to hear of."""
+    """The signals may arrive as fast as the supervisor reads them, so there is always another one to handle."""
     loop = Loop()
     children = ChildTable(loop, (), None)
-    heard = 0
+    reads = 0
     stopped = SimpleNamespace(si_pid=1, si_code=os.CLD_STOPPED)
 
     def waitid(*_: int) -> SimpleNamespace | None:
-        nonlocal heard
-        heard += 1
-        assert heard <= 1000, "nobody else has had a turn"
-        return stopped if heard < 300 else None
+        nonlocal reads
+        reads += 1
+        assert reads <= 1000, "nothing else has run"
+        return stopped if reads < 300 else None
 
     monkeypatch.setattr(os, "waitid", waitid)
     called: list[int] = []
-    loop.call_later(0.0, lambda: called.append(heard))
+    loop.call_later(0.0, lambda: called.append(reads))
     children._check_stops()
-    while heard < 300:
+    while reads < 300:
         loop.tick(0.0)
     assert called
     assert called[0] < 100
-    assert heard == 300, "the rest follows, although no signal tells of it"
+    assert reads == 300, "the rest is read without another signal"
 
 
-def test_a_child_that_is_killed_before_it_has_entered_its_control_group_ends_too() -> None:
+def test_a_child_killed_before_it_joined_its_control_group_is_cleaned_up() -> None:
     groups = Cgroups.find(f"forq-test-{os.getpid()}")
     if groups is None:
         pytest.skip("no writable cgroup2 with cgroup.kill here")
@@ -103,19 +103,19 @@ def test_a_child_that_is_killed_before_it_has_entered_its_control_group_ends_too
 
 
 class Warden:
-    """Answers when it is told to; `error`: the process that should have answered has died."""
+    """Answers when the test calls `answer`; `error`: the process that should have answered has died."""
 
     def __init__(self, error: ForqError | None = None) -> None:
-        self.asked: list[tuple[str, dict[str, Any], Callable[[Any], None]]] = []
+        self.requests: list[tuple[str, dict[str, Any], Callable[[Any], None]]] = []
         self.error = error
 
     def request(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> bool:
-        self.asked.append((verb, params, answer))
+        self.requests.append((verb, params, answer))
         return True
 
     def answer(self) -> str:
-        """The oldest question; its verb."""
-        verb, params, answer = self.asked.pop(0)
+        """Answers the oldest request; returns its verb."""
+        verb, params, answer = self.requests.pop(0)
         if self.error is not None:
             answer(self.error)
         elif verb == "kill":
@@ -138,31 +138,31 @@ def pause(leash: socket.socket) -> int:
     return 0
 
 
-def test_a_child_is_reaped_after_the_warden_is_done_with_it_and_has_ended_after_its_burial() -> None:
-    """Until then its pid is its own, whatever dies and is forked meanwhile."""
+def test_a_child_is_reaped_after_the_warden_has_killed_it_and_ends_after_the_cleanup() -> None:
+    """Until then no other process can get its pid."""
 
     def check() -> None:
         loop, warden, ends = Loop(), Warden(), list[Exit]()
         children = ChildTable(loop, (), None, request_warden=warden.request)
         child = Child(children, "test", pause, runs_user_code=True, on_line=print, on_end=ends.append)
         child.kill()
-        ((verb, params, _),) = warden.asked
+        ((verb, params, _),) = warden.requests
         assert (verb, params) == ("kill", {"pid": child.pid})
         os.kill(child.pid, signal.SIGKILL)
         tick_until(loop, lambda: child._gone)
         assert not child.ended
-        assert read_stat(child.pid) is not None, "it is a zombie, and nobody else has its pid"
+        assert read_stat(child.pid) is not None, "it is a zombie, so no other process has its pid"
         assert warden.answer() == "kill"
         assert child.ended
-        tick_until(loop, lambda: warden.asked)
-        assert ends == [], "it may have left something behind"
+        tick_until(loop, lambda: warden.requests)
+        assert ends == [], "it may have left processes behind"
         assert warden.answer() == "clean_up"
         assert ends == [Exit(None, signal.SIGKILL)]
 
     in_a_process_of_its_own(check)
 
 
-def test_what_a_warden_that_died_did_not_do_is_done_here() -> None:
+def test_the_supervisor_does_the_work_of_a_warden_that_died() -> None:
     def check() -> None:
         loop, warden, ends = Loop(), Warden(OutcomeUnknown("the warden process died")), list[Exit]()
         children = ChildTable(loop, (), None, request_warden=warden.request)
@@ -172,7 +172,7 @@ def test_what_a_warden_that_died_did_not_do_is_done_here() -> None:
             signal.pause()
         child.kill()
         assert warden.answer() == "kill"
-        tick_until(loop, lambda: warden.asked)
+        tick_until(loop, lambda: warden.requests)
         assert warden.answer() == "clean_up"
         assert ends == [Exit(None, signal.SIGKILL)]
         assert read_stat(orphan) is None
@@ -180,7 +180,7 @@ def test_what_a_warden_that_died_did_not_do_is_done_here() -> None:
     in_a_process_of_its_own(check)
 
 
-def test_those_that_die_during_a_burial_share_the_next_one() -> None:
+def test_real_children_that_die_during_a_cleanup_share_the_next_one() -> None:
     def check() -> None:
         loop, warden, ends = Loop(), Warden(), list[Exit]()
         table = ChildTable(loop, (), None, request_warden=warden.request)
@@ -188,16 +188,16 @@ def test_those_that_die_during_a_burial_share_the_next_one() -> None:
             Child(table, f"test {n}", pause, runs_user_code=True, on_line=print, on_end=ends.append) for n in range(5)
         ]
         os.kill(children[0].pid, signal.SIGKILL)
-        tick_until(loop, lambda: warden.asked)
+        tick_until(loop, lambda: warden.requests)
         for child in children[1:]:
             os.kill(child.pid, signal.SIGKILL)
         tick_until(loop, lambda: all(child.ended for child in children))
         loop.tick(0)
-        assert len(warden.asked) == 1
+        assert len(warden.requests) == 1
         assert warden.answer() == "clean_up"
         assert len(ends) == 1
-        tick_until(loop, lambda: warden.asked)
+        tick_until(loop, lambda: warden.requests)
         assert warden.answer() == "clean_up"
-        assert (len(ends), warden.asked) == (5, [])
+        assert (len(ends), warden.requests) == (5, [])
 
     in_a_process_of_its_own(check)

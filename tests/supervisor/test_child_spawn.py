@@ -1,4 +1,4 @@
-"""Making children: what they inherit, how signals reach them, how they end."""
+"""Starting children: what they inherit, how signals reach them, how they end."""
 
 import json
 import os
@@ -21,7 +21,7 @@ from forq.supervisor.child import Exit, ProcessHandle, exec_program, reap, signa
 
 @pytest.fixture
 def children() -> Iterator[list[ProcessHandle]]:
-    """What the test has spawned; killed and reaped when it ends."""
+    """The children of the test; killed and reaped at its end."""
     children: list[ProcessHandle] = []
     yield children
     for child in children:
@@ -38,15 +38,15 @@ def end_of(child: ProcessHandle, seconds: float = 5.0) -> Exit:
     return result
 
 
-def wait_for_ever() -> int:
-    """Or until it is certain that the test has failed to end it."""
+def wait_forever() -> int:
+    """Ends only if the test failed to end it."""
     signal.alarm(20)
     while True:
         signal.pause()
 
 
 def run_and_report(children: list[ProcessHandle], report: Callable[[], Any], **options: Any) -> Any:
-    """What `report` returns in a child."""
+    """Returns the result of `report` in a child."""
     read_fd, write_fd = os.pipe()
 
     def run() -> int:
@@ -85,7 +85,7 @@ def raise_exit(code: Any) -> int:
         (lambda: os.abort(), "signal 6 (SIGABRT)"),
     ],
 )
-def test_the_end_of_a_child_is_told(run: Callable[[], int], text: str, children: list[ProcessHandle]) -> None:
+def test_the_exit_of_a_child_is_described(run: Callable[[], int], text: str, children: list[ProcessHandle]) -> None:
     child = spawn(run, loop=None, keep_fds=(), title="forq: test")
     children.append(child)
     assert end_of(child).text == text
@@ -98,8 +98,8 @@ def test_an_exception_is_shown_on_stderr(children: list[ProcessHandle], capfd: p
     assert "ValueError: went wrong" in capfd.readouterr().err
 
 
-def test_buffered_output_is_written_once_and_the_childs_is_not_lost(tmp_path: Path) -> None:
-    """In a process of its own, since pytest replaces the standard streams."""
+def test_buffered_output_is_written_once_and_output_of_the_child_is_not_lost(tmp_path: Path) -> None:
+    """Runs in a separate process, because pytest replaces the standard streams."""
     program = """
 import sys
 from forq.supervisor.child import spawn
@@ -122,7 +122,7 @@ os.waitpid(child.pid, 0)
 
 
 def test_reap_is_none_while_the_child_runs_and_unknown_when_another_reaped_it(children: list[ProcessHandle]) -> None:
-    child = spawn(wait_for_ever, loop=None, keep_fds=(), title="forq: test")
+    child = spawn(wait_forever, loop=None, keep_fds=(), title="forq: test")
     children.append(child)
     assert reap(child) is None
     assert signal_child(child, signal.SIGTERM)
@@ -132,19 +132,19 @@ def test_reap_is_none_while_the_child_runs_and_unknown_when_another_reaped_it(ch
     assert not signal_child(child, signal.SIGTERM)
 
 
-def test_a_child_has_only_the_descriptors_it_is_to_keep(children: list[ProcessHandle]) -> None:
+def test_a_child_has_only_the_descriptors_to_keep(children: list[ProcessHandle]) -> None:
     pipes = [os.pipe() for _ in range(10)]
     kept = [pipes[2][0], pipes[7][1]]
     open_fds = run_and_report(children, lambda: [int(fd) for fd in os.listdir("/proc/self/fd")], keep_fds=kept)
     assert {0, 1, 2, *kept} <= set(open_fds)
-    # The reporting pipe and the descriptor of the listing come on top.
+    # Besides the reporting pipe and the descriptor of the listing.
     assert len(set(open_fds)) == 3 + len(kept) + 2
     for fd in (fd for pair in pipes for fd in pair):
         os.fstat(fd)
         os.close(fd)
 
 
-def test_a_child_leads_a_session_and_carries_its_title(children: list[ProcessHandle]) -> None:
+def test_a_child_has_its_own_session_and_title(children: list[ProcessHandle]) -> None:
     pid, sid, title = run_and_report(
         children, lambda: [os.getpid(), os.getsid(0), Path("/proc/self/cmdline").read_text()]
     )
@@ -187,20 +187,20 @@ def test_a_child_of_a_loop_has_default_handlers_and_no_blocked_signals(children:
     loop.close()
 
 
-def test_the_loop_of_the_parent_goes_on_after_a_spawn(children: list[ProcessHandle]) -> None:
+def test_the_loop_of_the_parent_continues_after_a_spawn(children: list[ProcessHandle]) -> None:
     loop = Loop()
     read_fd, write_fd = os.pipe()
-    heard: list[bytes] = []
-    loop.add_reader(read_fd, lambda: heard.append(os.read(read_fd, 10)))
+    received: list[bytes] = []
+    loop.add_reader(read_fd, lambda: received.append(os.read(read_fd, 10)))
     child = spawn(lambda: 5, loop=loop, keep_fds=(), title="forq: test")
     children.append(child)
     ends: list[Exit | None] = []
     loop.watch_child(child.pidfd, lambda: ends.append(reap(child)))
     os.write(write_fd, b"x")
     deadline = time.monotonic() + 5
-    while not (heard and ends) and time.monotonic() < deadline:
+    while not (received and ends) and time.monotonic() < deadline:
         loop.tick(0.05)
-    assert heard == [b"x"]
+    assert received == [b"x"]
     assert ends == [Exit(5, None)]
     loop.close()
     os.close(read_fd)
@@ -208,14 +208,14 @@ def test_the_loop_of_the_parent_goes_on_after_a_spawn(children: list[ProcessHand
 
 
 def exit_on_term() -> int:
-    """Takes its time to install the handler, as a worker that imports a lot does."""
+    """Installs its handler late, like a worker that imports many modules."""
     time.sleep(0.01)
     signal.signal(signal.SIGTERM, lambda *_: os._exit(42))
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    return wait_for_ever()
+    return wait_forever()
 
 
-def test_a_term_right_after_the_fork_waits_for_its_handler_50_of_50(children: list[ProcessHandle]) -> None:
+def test_a_term_right_after_the_fork_is_handled_50_of_50_times(children: list[ProcessHandle]) -> None:
     loop = Loop()
     loop.on_signal(signal.SIGTERM, lambda: None)
     for _ in range(50):
@@ -226,24 +226,24 @@ def test_a_term_right_after_the_fork_waits_for_its_handler_50_of_50(children: li
     loop.close()
 
 
-def test_a_term_that_is_not_handled_ends_the_child_50_of_50(children: list[ProcessHandle]) -> None:
+def test_an_unhandled_term_ends_the_child_50_of_50_times(children: list[ProcessHandle]) -> None:
     loop = Loop()
     loop.on_signal(signal.SIGTERM, lambda: None)
     for _ in range(50):
-        children.append(spawn(wait_for_ever, loop=loop, keep_fds=(), title="forq: test"))
+        children.append(spawn(wait_forever, loop=loop, keep_fds=(), title="forq: test"))
         assert signal_child(children[-1], signal.SIGTERM)
     assert {end_of(child).text for child in children} == {"signal 15 (SIGTERM)"}
     loop.close()
 
 
-def test_a_child_joins_its_cgroup_first(children: list[ProcessHandle]) -> None:
+def test_a_child_joins_its_cgroup_before_it_runs(children: list[ProcessHandle]) -> None:
     groups = Cgroups.find(f"forq-spawn-{os.getpid()}")
     if groups is None:
         pytest.skip("no writable cgroup2 with cgroup.kill here")
     group = groups.add("q.main")
     own = run_and_report(children, lambda: Path("/proc/self/cgroup").read_text(), cgroup=group)
     assert f"forq-spawn-{os.getpid()}/q.main" in own
-    child = spawn(wait_for_ever, loop=None, keep_fds=(), title="forq: test", cgroup=group)
+    child = spawn(wait_forever, loop=None, keep_fds=(), title="forq: test", cgroup=group)
     children.append(child)
     deadline = time.monotonic() + 5
     while not group.populated() and time.monotonic() < deadline:
@@ -279,7 +279,7 @@ def test_a_program_gets_its_arguments_environment_output_and_kept_descriptors(
     os.close(output)
 
 
-def test_a_program_that_cannot_be_run_exits_127_and_says_why(
+def test_a_program_that_cannot_be_run_exits_with_127_and_the_reason(
     children: list[ProcessHandle], capfd: pytest.CaptureFixture[str]
 ) -> None:
     child = exec_program(["/no/such/program"], loop=None, keep_fds=(), env={})
@@ -298,7 +298,7 @@ def test_a_program_starts_with_default_signals(children: list[ProcessHandle], tm
     os.close(output)
     names = (tmp_path / "output").read_text().split()[::2]
     masks = [int(mask, 16) for mask in (tmp_path / "output").read_text().split()[1::2]]
-    # Two signals are the C library's own: nobody can reset them, and whoever started the tests may ignore them.
+    # Two signals belong to the C library. They cannot be reset, and the tests may have inherited them as ignored.
     ours = sum(1 << (signum - 1) for signum in signal.valid_signals())
     assert (names, [mask & ours for mask in masks]) == (["SigBlk:", "SigIgn:"], [0, 0])
 
@@ -309,7 +309,7 @@ def test_a_program_dies_with_its_parent(children: list[ProcessHandle]) -> None:
     def parent() -> int:
         exec_program(["/bin/sleep", "60"], loop=None, keep_fds=[write_fd], env={}, death_signal=signal.SIGTERM)
         os.close(write_fd)
-        return wait_for_ever()
+        return wait_forever()
 
     child = spawn(parent, loop=None, keep_fds=[write_fd], title="forq: test")
     children.append(child)

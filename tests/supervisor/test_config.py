@@ -1,4 +1,4 @@
-"""Where settings come from, which is taken, and how mistakes are told."""
+"""Sources of settings, their precedence, and error messages."""
 
 import os
 import re
@@ -20,7 +20,7 @@ Load = Callable[..., Config]
 
 @pytest.fixture(autouse=True)
 def no_system_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The machine's own /etc/forq/forq.toml has no say in a test."""
+    """Ignores the /etc/forq/forq.toml of this machine."""
     file = tmp_path / "system.toml"
     monkeypatch.setattr(config_module, "DEFAULT_FILE", file)
     monkeypatch.delenv("FORQ_STATE_DIR", raising=False)
@@ -40,11 +40,11 @@ def load_text(tmp_path: Path) -> Load:
 
 @pytest.fixture(autouse=True)
 def spark_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or seems to be: what the settings mean does not depend on it."""
+    """Pretends that Spark is installed: the meaning of settings does not depend on it."""
     monkeypatch.setattr(config_module, "find_spec", lambda name: object())
 
 
-def test_without_any_setting_the_defaults_hold() -> None:
+def test_without_settings_the_defaults_apply() -> None:
     assert load({}, {}) == Config(
         file=None,
         state_dir=Path("/srv/state"),
@@ -74,14 +74,14 @@ def test_without_any_setting_the_defaults_hold() -> None:
     )
 
 
-def test_a_file_that_everybody_may_write_to_is_refused(load_text: Load, tmp_path: Path) -> None:
+def test_a_world_writable_config_file_is_refused(load_text: Load, tmp_path: Path) -> None:
     load_text("")
     os.chmod(tmp_path / "forq.toml", 0o666)
     with pytest.raises(ConfigError, match=r"forq\.toml can be changed by everybody, .*: chmod o-w /.*/forq\.toml \(or"):
         load_text("")
 
 
-def test_the_sample_with_every_comment_enabled_equals_the_defaults(load_text: Load) -> None:
+def test_the_sample_with_all_lines_uncommented_equals_the_defaults(load_text: Load) -> None:
     enabled = re.sub(r"(?m)^#(?=\[|\w+ = )", "", (ROOT / "etc" / "forq.toml").read_text())
     config = load_text(enabled)
     queue, gate, pipeline = config.queues
@@ -114,12 +114,12 @@ def test_a_size_above_the_capacity_is_refused(load_text: Load) -> None:
     assert load_text('capacity = 30\n[queues.q]\nhandler = "m:f"\nsize = 30').capacity == 30
 
 
-def test_the_sample_as_it_is_shipped_loads_and_equals_the_defaults() -> None:
+def test_the_shipped_sample_equals_the_defaults() -> None:
     config = load({"config": ROOT / "etc" / "forq.toml"}, {})
     assert config.__dict__ | {"file": None} == load({}, {}).__dict__
 
 
-def test_the_example_that_make_run_uses_loads() -> None:
+def test_the_example_of_make_run_loads() -> None:
     config = load({"config": ROOT / "etc" / "examples" / "sample.toml"}, {})
     assert {queue.name: queue.path for queue in config.queues} == {
         "hello": (str(ROOT / "etc" / "examples"),),
@@ -127,14 +127,14 @@ def test_the_example_that_make_run_uses_loads() -> None:
     }
 
 
-def test_flags_win_over_the_environment_and_that_over_the_file(load_text: Load) -> None:
+def test_flags_override_the_environment_which_overrides_the_file(load_text: Load) -> None:
     text = 'redis = "redis://file"\nstate_dir = "/file"\nsocket = "/file.sock"\n'
     environ = {"FORQ_REDIS": "redis://env", "FORQ_STATE_DIR": "/env"}
     config = load_text(text, environ, redis="redis://flag", state_dir=None)
     assert (config.redis, config.state_dir, config.socket) == ("redis://flag", Path("/env"), Path("/file.sock"))
 
 
-def test_the_file_is_the_flag_else_the_variable_else_the_system_one(tmp_path: Path, no_system_file: Path) -> None:
+def test_the_config_file_comes_from_the_flag_the_variable_or_the_system(tmp_path: Path, no_system_file: Path) -> None:
     files = {name: tmp_path / f"{name}.toml" for name in ("flag", "variable")}
     for name, file in files.items():
         file.write_text(f'prefix = "{name}:"')
@@ -145,7 +145,7 @@ def test_the_file_is_the_flag_else_the_variable_else_the_system_one(tmp_path: Pa
     assert load({}, {}).prefix == "system:"
 
 
-def test_an_empty_variable_counts_as_not_set() -> None:
+def test_an_empty_variable_counts_as_unset() -> None:
     config = load({}, {"FORQ_CONFIG": "", "FORQ_STATE_DIR": "", "FORQ_REDIS": ""})
     assert config == load({}, {})
 
@@ -159,7 +159,7 @@ def test_relative_paths_in_the_file_are_relative_to_it(load_text: Load, tmp_path
     assert config.queues[0].path == (str(tmp_path / "lib"), "/x")
 
 
-def test_a_bare_server_name_stays_one_to_be_found_on_path(load_text: Load) -> None:
+def test_a_bare_server_name_is_looked_up_on_path(load_text: Load) -> None:
     assert load_text('embedded_server = "redis-server"').embedded_server == "redis-server"
 
 
@@ -173,14 +173,14 @@ def test_queues_are_read_with_types_and_options(load_text: Load) -> None:
     )
 
 
-def test_a_queue_has_its_own_stop_grace_else_that_of_the_service(load_text: Load) -> None:
+def test_stop_grace_of_a_queue_overrides_the_one_of_the_service(load_text: Load) -> None:
     config = load_text('stop_grace = "3s"\n[queues.a]\nhandler = "m"\n[queues.b]\nhandler = "m"\nstop_grace = "4s"')
     options = [config.options_of(queue) for queue in config.queues]
     assert [each["stop_grace"] for each in options] == [3.0, 4.0]
     assert set(options[0]) == set(defaults("work"))
 
 
-def test_a_queue_has_the_mode_it_says_else_that_of_the_service(load_text: Load) -> None:
+def test_the_mode_of_a_queue_overrides_the_one_of_the_service(load_text: Load) -> None:
     config = load_text('mode = "on_request"\n[queues.a]\n[queues.b]\nmode = "work"\nhandler = "m:f"')
     assert [(queue.name, queue.mode) for queue in config.queues] == [("a", "on_request"), ("b", "work")]
     assert config.mode == "on_request"
@@ -188,7 +188,7 @@ def test_a_queue_has_the_mode_it_says_else_that_of_the_service(load_text: Load) 
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ('mode = "auto"', r'forq\.toml: mode = \'auto\' is not allowed: "work", "auto_release", "on_request"'),
         ("[queues.q]\nmode = 3", r"\[queues\.q\]: mode = 3 is not allowed"),
@@ -220,14 +220,12 @@ def test_a_queue_has_the_mode_it_says_else_that_of_the_service(load_text: Load) 
         (f'socket = "/{"s" * 107}"', "has 108 bytes, but Linux allows 107"),
     ],
 )
-def test_a_mistake_in_the_file_is_told_with_place_value_and_what_is_allowed(
-    load_text: Load, text: str, told: str
-) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_an_error_in_the_file_reports_place_value_and_allowed_values(load_text: Load, text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_text(text)
 
 
-def test_a_mistake_is_told_with_the_variable_or_flag_it_came_from() -> None:
+def test_an_error_reports_the_variable_or_flag_it_came_from() -> None:
     with pytest.raises(ConfigError, match="FORQ_REDIS: redis = 'http://x' is not allowed"):
         load({}, {"FORQ_REDIS": "http://x"})
     with pytest.raises(ConfigError, match="--redis: redis = 'http://x' is not allowed"):
@@ -236,14 +234,14 @@ def test_a_mistake_is_told_with_the_variable_or_flag_it_came_from() -> None:
         load({"config": "/no/such"}, {})
 
 
-def test_config_errors_end_the_program_with_78() -> None:
+def test_config_errors_exit_with_78() -> None:
     assert ConfigError.exit_code == 78
 
 
 @pytest.mark.parametrize(
     "url", ["redis://h", "redis://u:p@h:1/2", "rediss://h", "unix:///run/r.sock?db=1", "redis://[::1]:5"]
 )
-def test_redis_urls_of_the_three_kinds_are_taken(url: str) -> None:
+def test_redis_urls_of_the_three_schemes_are_accepted(url: str) -> None:
     assert load({"redis": url}, {}).redis == url
 
 
@@ -263,7 +261,7 @@ def test_redis_urls_of_the_three_kinds_are_taken(url: str) -> None:
         5,
     ],
 )
-def test_other_redis_urls_are_refused_with_the_forms_allowed(url: object) -> None:
+def test_other_redis_urls_are_refused_with_the_allowed_forms(url: object) -> None:
     with pytest.raises(ConfigError, match=r"redis = .* is not allowed: redis://.*rediss://.*unix:///PATH"):
         load({"redis": url}, {})
 
@@ -275,7 +273,7 @@ def test_a_refused_url_does_not_show_its_password() -> None:
     assert shown_url("redis://me:hush@h/0") == "redis://***@h/0"
 
 
-def test_the_pipeline_is_a_queue_of_its_own(load_text: Load, tmp_path: Path) -> None:
+def test_the_pipeline_has_its_own_queue(load_text: Load, tmp_path: Path) -> None:
     config = load_text('[pipeline]\nhistory = "h"\nevery = "5m"\n')
     assert config.pipeline == Pipeline(str(tmp_path / "h"), 300.0)
     assert [queue.name for queue in config.queues] == ["forq-pipeline"]
@@ -292,12 +290,12 @@ def test_the_pipeline_is_a_queue_of_its_own(load_text: Load, tmp_path: Path) -> 
         ('[pipeline]\n[queues.forq-pipeline]\nhandler = "m:f"', "[pipeline] makes that queue"),
     ],
 )
-def test_a_wrong_pipeline_is_refused_with_the_reason(load_text: Load, text: str, reason: str) -> None:
+def test_an_invalid_pipeline_is_refused_with_the_reason(load_text: Load, text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(reason)):
         load_text(text)
 
 
-def test_a_pipeline_without_spark_is_refused_with_what_to_install(
+def test_a_pipeline_without_spark_is_refused_and_the_error_names_the_extra(
     load_text: Load, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_module, "find_spec", lambda name: None)
@@ -323,7 +321,7 @@ def test_bridges_listen_at_paths_relative_to_the_file(load_text: Load, tmp_path:
         (f"[[bridge]]\nlisten = '/{'x' * 120}'", "socket path"),
     ],
 )
-def test_a_bridge_that_cannot_be_is_refused(load_text: Load, text: str, reason: str) -> None:
+def test_an_invalid_bridge_is_refused(load_text: Load, text: str, reason: str) -> None:
     with pytest.raises(ConfigError, match=reason):
         load_text(text)
 
@@ -345,13 +343,13 @@ def test_schedules_are_read_with_their_queue(load_text: Load) -> None:
         ('night.every = "1h"\nnight.data = 2026-01-01', "schedule 'night': not JSON"),
     ],
 )
-def test_wrong_schedules_are_refused_with_their_place(load_text: Load, text: str, why: str) -> None:
+def test_invalid_schedules_are_refused_with_their_place(load_text: Load, text: str, why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         load_text('[queues.q]\nhandler = "m:f"\n[queues.q.schedules]\n' + text)
 
 
 @pytest.mark.parametrize("value", ["jaeger", "file:", True, 7])
-def test_tracing_that_is_unknown_is_refused(value: object) -> None:
+def test_an_unknown_tracing_value_is_refused(value: object) -> None:
     with pytest.raises(ConfigError, match=r'tracing = .* is not allowed: "off", "otlp" or "file:PATH"'):
         load({"tracing": value}, {})
 

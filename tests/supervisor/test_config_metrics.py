@@ -1,4 +1,4 @@
-"""[metrics] of the config file: what is allowed, and an address that cannot be opened."""
+"""[metrics] of the config file: allowed values, and addresses that cannot be opened."""
 
 import importlib.util
 import os
@@ -18,11 +18,11 @@ def read(tmp_path: Path, text: str) -> MetricsConfig | None:
     return load({"config": str(file), "state_dir": str(tmp_path)}, {}).metrics
 
 
-def test_there_are_no_metrics_without_the_table(tmp_path: Path) -> None:
+def test_without_the_table_metrics_are_off(tmp_path: Path) -> None:
     assert read(tmp_path, "") is None
 
 
-def test_an_empty_table_means_the_loopback_address(tmp_path: Path) -> None:
+def test_an_empty_table_listens_on_loopback(tmp_path: Path) -> None:
     place = read(tmp_path, "[metrics]")
     assert place is not None
     assert (place.host, place.port, place.path, place.health_seconds) == ("127.0.0.1", 9464, None, 60.0)
@@ -38,7 +38,7 @@ def test_an_address_is_a_host_and_a_port(tmp_path: Path, listen: str, host: str,
     assert (place.host, place.port) == (host, port)
 
 
-def test_what_has_a_slash_is_a_path_relative_to_the_file(tmp_path: Path) -> None:
+def test_an_address_with_a_slash_is_a_path_relative_to_the_file(tmp_path: Path) -> None:
     place = read(tmp_path, '[metrics]\nlisten = "./m.sock"\nhealth_seconds = "2m"')
     assert place is not None
     assert (place.path, place.health_seconds) == (tmp_path / "m.sock", 120.0)
@@ -62,12 +62,12 @@ def test_what_has_a_slash_is_a_path_relative_to_the_file(tmp_path: Path) -> None
         "helth_seconds = 5",
     ],
 )
-def test_anything_else_is_a_config_error_that_says_where(tmp_path: Path, text: str) -> None:
+def test_an_invalid_address_is_a_config_error_that_names_the_setting(tmp_path: Path, text: str) -> None:
     with pytest.raises(ConfigError, match=r"metrics|socket path"):
         read(tmp_path, f"[metrics]\n{text}")
 
 
-def test_a_table_is_needed(tmp_path: Path) -> None:
+def test_metrics_must_be_a_table(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="a table with listen"):
         read(tmp_path, 'metrics = "127.0.0.1:9464"')
 
@@ -79,7 +79,7 @@ def test_without_the_library_the_error_names_the_extra(tmp_path: Path, monkeypat
         read(tmp_path, "[metrics]")
 
 
-def test_an_address_in_use_is_a_config_error_that_names_it_and_the_reason(tmp_path: Path) -> None:
+def test_an_address_in_use_is_a_config_error_with_the_address_and_the_reason(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         place = read(tmp_path, f'[metrics]\nlisten = "{address}"')
@@ -95,7 +95,7 @@ def test_an_address_of_another_machine_is_a_config_error(tmp_path: Path) -> None
         place.open(None)
 
 
-def test_a_unix_socket_is_private_and_gone_after_the_end(tmp_path: Path) -> None:
+def test_a_unix_socket_is_private_and_removed_at_the_end(tmp_path: Path) -> None:
     place = read(tmp_path, '[metrics]\nlisten = "./m.sock"')
     assert place is not None
     listener = place.open(None)

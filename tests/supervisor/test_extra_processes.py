@@ -1,4 +1,4 @@
-"""When helpers are started, how many, and what follows their ends. Processes, loop and admission are fakes."""
+"""When and how many helpers are started, and what follows their ends. Processes, loop and admission are fakes."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -50,14 +50,14 @@ class FakeProcess:
 
 @dataclass
 class Rig:
-    """`starting`: what waits for admission."""
+    """`starting`: processes that wait for admission."""
 
     served: bool = True
     refused: bool = False
     time: float = 100.0
     units: int = 1000
     starting: list[Callable[[], None]] = field(default_factory=list)
-    told: list[str] = field(default_factory=list)
+    notified: list[str] = field(default_factory=list)
     deps: Any = None
 
     def __post_init__(self) -> None:
@@ -66,8 +66,8 @@ class Rig:
             admission=SimpleNamespace(submit=self.starting.append),
             grants=SimpleNamespace(unused_units=lambda: self.units),
             changed=lambda: None,
-            queue_gone=lambda name: self.told.append(f"gone {name}"),
-            heartbeat=lambda name: self.told.append(f"heartbeat {name}"),
+            queue_gone=lambda name: self.notified.append(f"gone {name}"),
+            heartbeat=lambda name: self.notified.append(f"heartbeat {name}"),
         )
         self.deps = deps
         self.helpers = HelperProcesses("q", deps, make=self._make, wanted=lambda: self.served, gone=lambda: None)
@@ -78,14 +78,14 @@ class Rig:
         return FakeProcess(role)
 
     def admit(self) -> list[FakeProcess]:
-        """Everything that waits starts; all processes."""
+        """Starts all waiting processes; returns all processes."""
         waiting, self.starting[:] = list(self.starting), []
         for start in waiting:
             start()
         return self.helpers.processes  # type: ignore[return-value]
 
     def want(self, jobs: int, most: int = 4, room: int = 100) -> int:
-        """How many processes there are when all that were asked for have started."""
+        """The number of processes after all requested ones have started."""
         self.helpers.want(Role.SUSPECT, jobs, most=most, room=room)
         return len(self.admit())
 
@@ -98,14 +98,14 @@ def rig() -> Rig:
 @pytest.mark.parametrize(
     ("jobs", "most", "room", "started"), [(3, 4, 100, 3), (9, 4, 100, 4), (9, 4, 2, 2), (0, 4, 100, 0), (9, 4, -3, 0)]
 )
-def test_as_many_are_started_as_jobs_wait_within_the_bounds(jobs: int, most: int, room: int, started: int) -> None:
+def test_one_helper_is_started_per_waiting_job_within_the_limits(jobs: int, most: int, room: int, started: int) -> None:
     assert Rig().want(jobs, most, room) == started
 
 
-def test_who_is_about_to_claim_is_not_started_twice(rig: Rig) -> None:
+def test_a_helper_about_to_claim_is_not_started_twice(rig: Rig) -> None:
     for _ in range(5):
         rig.helpers.want(Role.SUSPECT, 2, most=4, room=100)
-    assert len(rig.starting) == 2, "asked for and not started yet"
+    assert len(rig.starting) == 2, "requested and not started yet"
     first, second = rig.admit()
     assert rig.want(2) == 2, "starting"
     first.now = "busy"
@@ -123,24 +123,24 @@ def test_helpers_of_one_kind_do_not_count_for_the_other(rig: Rig) -> None:
     assert len(rig.admit()) == 5
 
 
-def test_none_is_started_after_its_queue_was_stopped(rig: Rig) -> None:
+def test_no_helper_is_started_after_its_queue_was_stopped(rig: Rig) -> None:
     rig.helpers.want(Role.SUSPECT, 2, most=4, room=100)
     rig.served = False
     assert rig.admit() == []
     rig.served = True
-    assert rig.want(2) == 2, "and what was asked for is forgotten"
+    assert rig.want(2) == 2, "the earlier request is forgotten"
 
 
-def test_one_that_found_nothing_ends_without_consequence(rig: Rig) -> None:
+def test_a_helper_that_found_no_job_ends_without_effect(rig: Rig) -> None:
     rig.want(1)
     (process,) = rig.admit()
     process.announced = ExitCode.STOPPED
     rig.helpers.process_ended(process, FINE)  # type: ignore[arg-type]
-    assert (process.recovered, rig.helpers.processes, rig.told) == (True, [], [])
+    assert (process.recovered, rig.helpers.processes, rig.notified) == (True, [], [])
 
 
-def test_after_one_that_has_run_something_it_is_looked_what_is_left(rig: Rig) -> None:
-    """It may have been recycled, or its queue may have reached a limit for a moment."""
+def test_after_a_helper_that_ran_a_job_the_waiting_jobs_are_checked(rig: Rig) -> None:
+    """It may have been recycled, or its queue may have reached a limit temporarily."""
     rig.want(1)
     (process,) = rig.admit()
     rig.helpers.replace_process(process, "max_jobs")  # type: ignore[arg-type]
@@ -148,10 +148,10 @@ def test_after_one_that_has_run_something_it_is_looked_what_is_left(rig: Rig) ->
     process.jobs_done = 1
     process.announced = ExitCode.STOPPED
     rig.helpers.process_ended(process, FINE)  # type: ignore[arg-type]
-    assert rig.told == ["heartbeat q"]
+    assert rig.notified == ["heartbeat q"]
 
 
-def test_a_job_that_kills_its_process_holds_up_no_other(rig: Rig) -> None:
+def test_a_job_that_kills_its_process_delays_no_other(rig: Rig) -> None:
     for _ in range(20):
         assert rig.want(1) == 1
         (process,) = rig.admit()
@@ -159,7 +159,7 @@ def test_a_job_that_kills_its_process_holds_up_no_other(rig: Rig) -> None:
         rig.helpers.process_ended(process, CRASHED)  # type: ignore[arg-type]
 
 
-def test_one_that_dies_before_its_first_job_is_started_again_with_growing_pauses(rig: Rig) -> None:
+def test_a_helper_that_dies_before_its_first_job_is_restarted_with_growing_delays(rig: Rig) -> None:
     pauses = []
     for _ in range(4):
         assert rig.want(1) == 1
@@ -174,24 +174,24 @@ def test_one_that_dies_before_its_first_job_is_started_again_with_growing_pauses
 
 
 @pytest.mark.parametrize("code", [ExitCode.STOPPED, ExitCode.QUEUE_GONE, ExitCode.FENCED])
-def test_a_code_that_was_not_announced_is_a_death_like_any_other(rig: Rig, code: int) -> None:
+def test_an_unannounced_exit_code_counts_as_a_crash(rig: Rig, code: int) -> None:
     rig.want(1)
     (process,) = rig.admit()
     rig.helpers.process_ended(process, Exit(code, None))  # type: ignore[arg-type]
-    assert rig.told == []
-    assert rig.want(1) == 0, "there is a pause before the next"
+    assert rig.notified == []
+    assert rig.want(1) == 0, "the next one is delayed"
 
 
-@pytest.mark.parametrize(("code", "told"), [(ExitCode.QUEUE_GONE, "gone q"), (ExitCode.FENCED, "heartbeat q")])
-def test_what_it_has_learned_of_its_place_is_passed_on(rig: Rig, code: int, told: str) -> None:
+@pytest.mark.parametrize(("code", "notified"), [(ExitCode.QUEUE_GONE, "gone q"), (ExitCode.FENCED, "heartbeat q")])
+def test_an_announced_exit_code_is_passed_on(rig: Rig, code: int, notified: str) -> None:
     rig.want(1)
     (process,) = rig.admit()
     process.announced = code
     rig.helpers.process_ended(process, Exit(code, None))  # type: ignore[arg-type]
-    assert rig.told == [told]
+    assert rig.notified == [notified]
 
 
-def test_without_a_slot_or_a_process_to_be_had_the_next_look_tries_again(rig: Rig) -> None:
+def test_without_a_free_slot_or_process_the_next_check_tries_again(rig: Rig) -> None:
     rig.refused = True
     assert rig.want(2) == 0
     rig.refused = False
@@ -210,7 +210,7 @@ def test_without_a_slot_or_a_process_to_be_had_the_next_look_tries_again(rig: Ri
         (5, "busy", 9, 0),
     ],
 )
-def test_the_retry_process_takes_one_suspect_and_capacity_bounds_the_rest(
+def test_the_retry_process_runs_one_suspect_and_capacity_limits_the_helpers(
     rig: Rig, waiting: int, retry: str, units: int, started: int
 ) -> None:
     options = {"concurrency": 3, "size": 10}
@@ -221,4 +221,4 @@ def test_the_retry_process_takes_one_suspect_and_capacity_bounds_the_rest(
     queue.suspects_wait(waiting)
     assert len(rig.starting) == started
     queue.suspects_wait(waiting)
-    assert len(rig.starting) == started, "the second look changes nothing"
+    assert len(rig.starting) == started, "the second call changes nothing"

@@ -1,4 +1,4 @@
-"""The messages between workers and the capacity, with a clock of the test's own."""
+"""The messages between workers and the capacity, with a fake clock."""
 
 from typing import Any
 
@@ -68,13 +68,13 @@ def test_a_process_that_dies_while_it_waits_is_granted_nothing_later(stage: Stag
     assert stage.grants.describe()["free"] == 10
 
 
-def test_an_idle_holder_must_yield_after_its_slice_without_any_message(stage: Stage) -> None:
+def test_an_idle_holder_must_yield_after_its_slice_without_a_new_message(stage: Stage) -> None:
     stage.want(stage.first)
     stage.want(stage.second)
     stage.loop.run(SLICE_SECONDS + 0.1)
-    assert stage.first.sent[1:] == [{"yield": stage.first.slots[0]}], "a timer has found it"
+    assert stage.first.sent[1:] == [{"yield": stage.first.slots[0]}], "a timer found it"
     stage.loop.run(10 * PATIENCE_SECONDS)
-    assert len(stage.first.sent) == 2, "asked only once"
+    assert len(stage.first.sent) == 2, "requested only once"
 
 
 def test_busy_holders_count_as_in_use_and_idle_ones_as_unused(stage: Stage) -> None:
@@ -87,7 +87,7 @@ def test_busy_holders_count_as_in_use_and_idle_ones_as_unused(stage: Stage) -> N
     assert (described["in_use"], described["free"]) == (4, 3)
 
 
-def test_waiting_time_is_that_of_the_named_process(stage: Stage) -> None:
+def test_waiting_time_is_reported_per_process(stage: Stage) -> None:
     stage.want(stage.first)
     stage.busy(stage.first)
     stage.want(stage.second)

@@ -1,4 +1,4 @@
-"""What somebody else could change is refused: config files, state directories, and the directories above them."""
+"""Config files, state directories and their parents are refused if another user can change them."""
 
 import grp
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="only root can give fi
 
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
-    """A config file in a directory of its own."""
+    """A config file in its own directory."""
     (tmp_path / "etc").mkdir(mode=0o755)
     file = tmp_path / "etc" / "forq.toml"
     file.write_text("")
@@ -72,24 +72,24 @@ CHANGES: list[tuple[Callable[[Path], None], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("change", "says", "mend"), CHANGES)
-def test_a_file_that_somebody_else_could_change_is_refused_with_the_command_that_mends_it(
-    file: Path, change: Callable[[Path], None], says: str, mend: str
+@pytest.mark.parametrize(("change", "message", "fix"), CHANGES)
+def test_a_file_writable_by_others_is_refused_with_the_command_that_fixes_it(
+    file: Path, change: Callable[[Path], None], message: str, fix: str
 ) -> None:
     load({"config": str(file)}, {})
     change(file)
     with pytest.raises(ConfigError) as caught:
         load({"config": str(file)}, {})
     names = {"file": file, "directory": file.parent, "user": NOBODY, "group": NOGROUP}
-    assert says.format(**names) in str(caught.value)
-    command = mend.format(**names)
+    assert message.format(**names) in str(caught.value)
+    command = fix.format(**names)
     assert f": {command} (or FORQ_STRICT_MODES=no, where nobody else has an account)" in str(caught.value)
     load({"config": str(file)}, {"FORQ_STRICT_MODES": "no"})
     subprocess.run(command.split(), check=True)
     load({"config": str(file)}, {})
 
 
-def test_a_link_is_judged_by_what_it_names_and_by_where_it_is(file: Path, tmp_path: Path) -> None:
+def test_a_symbolic_link_is_checked_by_its_target_and_its_location(file: Path, tmp_path: Path) -> None:
     (tmp_path / "links").mkdir()
     link = tmp_path / "links" / "forq.toml"
     link.symlink_to(file)
@@ -103,7 +103,7 @@ def test_a_link_is_judged_by_what_it_names_and_by_where_it_is(file: Path, tmp_pa
         refuse_changeable(link, "config file")
 
 
-def test_a_sticky_directory_above_may_be_open_to_all_but_not_the_state_directory_itself(tmp_path: Path) -> None:
+def test_a_sticky_parent_directory_may_be_world_writable_but_not_the_state_directory(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     (tmp_path / "open").chmod(0o1777)
     StateDir(tmp_path / "open" / "state")
@@ -111,7 +111,7 @@ def test_a_sticky_directory_above_may_be_open_to_all_but_not_the_state_directory
         StateDir(tmp_path / "open")
 
 
-def test_a_state_directory_that_a_foreign_group_may_write_to_is_refused(tmp_path: Path) -> None:
+def test_a_state_directory_writable_by_another_group_is_refused(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "state")
     state.save_queue("q", {"mode": "on_request"})
     os.chown(state.path, -1, OTHER)
@@ -129,7 +129,7 @@ def test_a_state_directory_that_a_foreign_group_may_write_to_is_refused(tmp_path
         StateDir(state.path).load_queues()
 
 
-def test_a_group_of_which_the_user_is_the_only_member_is_no_other(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_with_the_user_as_only_member_is_accepted(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     entry = pwd.getpwuid(OTHER)
     monkeypatch.setattr(os, "geteuid", lambda: OTHER)
     monkeypatch.setattr(pwd, "getpwall", lambda: [entry])
@@ -142,19 +142,19 @@ def test_a_group_of_which_the_user_is_the_only_member_is_no_other(file: Path, mo
     assert changeable_by(str(file)) == f"group {NOGROUP}"
 
 
-def test_what_is_mounted_read_only_may_be_open_to_all(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_on_a_read_only_mount_may_be_world_writable(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_directory_to_all(file)
     monkeypatch.setattr(ownership, "_is_read_only", lambda path: path == str(file.parent))
     refuse_changeable(file, "config file")
 
 
-def test_only_yes_and_no_are_allowed() -> None:
+def test_forq_strict_modes_accepts_only_yes_and_no() -> None:
     assert [strict_modes({}), strict_modes({"FORQ_STRICT_MODES": "no"})] == [True, False]
     with pytest.raises(ConfigError, match="FORQ_STRICT_MODES = 'off' is not allowed: yes or no"):
         strict_modes({"FORQ_STRICT_MODES": "off"})
 
 
-def test_forq_run_ends_with_78_and_warns_of_code_that_others_can_change(tmp_path: Path) -> None:
+def test_forq_run_exits_with_78_and_warns_of_code_writable_by_others(tmp_path: Path) -> None:
     code = tmp_path / "code"
     code.mkdir()
     give_file(code)

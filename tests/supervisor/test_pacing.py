@@ -1,4 +1,4 @@
-"""When a dead child is started again, and how many queues start at once. The clock is the test's."""
+"""Delays before a dead child is restarted, and the number of queues that start at once. The clock is fake."""
 
 import random
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from forq.supervisor.pacing import (
 
 
 class Middle(random.Random):
-    """No spread, so that delays can be compared."""
+    """No jitter, so that delays can be compared."""
 
     def uniform(self, a: float, b: float) -> float:
         return (a + b) / 2
@@ -29,18 +29,18 @@ def respawn() -> Respawn:
     return Respawn(Middle())
 
 
-def test_a_child_that_settled_a_job_is_replaced_at_once_however_often(respawn: Respawn) -> None:
+def test_a_child_that_settled_a_job_is_always_replaced_at_once(respawn: Respawn) -> None:
     assert [respawn.delay_after_death(0.1, progressed=True) for _ in range(50)] == [0.0] * 50
     assert not respawn.flapping
 
 
-def test_deaths_without_a_job_wait_twice_as_long_each_time(respawn: Respawn) -> None:
+def test_the_delay_doubles_with_each_death_without_a_job(respawn: Respawn) -> None:
     delays = [respawn.delay_after_death(0.1) for _ in range(12)]
     assert delays[:5] == pytest.approx([0.1, 0.2, 0.4, 0.8, 1.6])
     assert delays[-1] == LONGEST_DELAY_SECONDS
 
 
-def test_a_job_that_kills_its_process_gets_a_few_tries_at_once_and_then_waits(respawn: Respawn) -> None:
+def test_a_job_that_kills_its_process_is_delayed_after_a_few_tries(respawn: Respawn) -> None:
     delays = [respawn.delay_after_death(0.1, began=True) for _ in range(FREE_DEATHS + 2)]
     assert delays == pytest.approx([0.0] * FREE_DEATHS + [0.1, 0.2])
 
@@ -55,14 +55,14 @@ def test_flapping_begins_after_several_deaths_and_ends_with_a_settled_job(respaw
     assert not respawn.flapping
 
 
-def test_a_long_life_makes_up_for_earlier_deaths(respawn: Respawn) -> None:
+def test_a_long_life_resets_earlier_deaths(respawn: Respawn) -> None:
     for _ in range(8):
         respawn.delay_after_death(0.1)
     assert respawn.delay_after_death(SETTLED_SECONDS) == 0.0
     assert respawn.delay_after_death(0.1) == pytest.approx(0.1)
 
 
-def test_it_never_gives_up(respawn: Respawn) -> None:
+def test_respawning_never_stops(respawn: Respawn) -> None:
     assert max(respawn.delay_after_death(0.0) for _ in range(10_000)) == LONGEST_DELAY_SECONDS
 
 
@@ -86,7 +86,7 @@ def loop(clock: Clock) -> Iterator[Loop]:
     loop.close()
 
 
-def ask_for(admission: Admission, names: str, started: list[str]) -> None:
+def request_start(admission: Admission, names: str, started: list[str]) -> None:
     for name in names:
 
         def start(name: str = name) -> None:
@@ -101,9 +101,9 @@ def passes(loop: Loop, count: int = 10) -> None:
         loop.tick(0)
 
 
-def test_one_starts_per_pass_in_the_order_of_asking_until_there_is_no_room(loop: Loop) -> None:
+def test_one_queue_starts_per_pass_in_order_up_to_the_limit(loop: Loop) -> None:
     admission, started = Admission(loop, most=2), list[str]()
-    ask_for(admission, "abc", started)
+    request_start(admission, "abc", started)
     assert started == []
     loop.tick(0)
     assert started == ["a"]
@@ -111,9 +111,9 @@ def test_one_starts_per_pass_in_the_order_of_asking_until_there_is_no_room(loop:
     assert started == ["a", "b"]
 
 
-def test_one_that_is_ready_or_has_ended_makes_room_once(loop: Loop) -> None:
+def test_a_queue_that_is_ready_or_has_ended_frees_its_place_once(loop: Loop) -> None:
     admission, started = Admission(loop, most=1), list[str]()
-    ask_for(admission, "abc", started)
+    request_start(admission, "abc", started)
     passes(loop)
     admission.finished("a")
     admission.finished("a")
@@ -121,9 +121,9 @@ def test_one_that_is_ready_or_has_ended_makes_room_once(loop: Loop) -> None:
     assert started == ["a", "b"]
 
 
-def test_one_that_never_becomes_ready_holds_nobody_up_for_long(loop: Loop, clock: Clock) -> None:
+def test_a_queue_that_never_becomes_ready_does_not_delay_others_for_long(loop: Loop, clock: Clock) -> None:
     admission, started = Admission(loop, most=1), list[str]()
-    ask_for(admission, "ab", started)
+    request_start(admission, "ab", started)
     passes(loop)
     clock.now += LONGEST_START_SECONDS - 0.01
     passes(loop)
@@ -133,13 +133,13 @@ def test_one_that_never_becomes_ready_holds_nobody_up_for_long(loop: Loop, clock
     assert started == ["a", "b"]
 
 
-def test_a_start_that_fails_does_not_end_the_line(loop: Loop) -> None:
+def test_a_failed_start_does_not_stop_the_others(loop: Loop) -> None:
     admission, started = Admission(loop, most=1), list[str]()
 
     def fail() -> None:
         raise OSError("no processes left")
 
     admission.submit(fail)
-    ask_for(admission, "a", started)
+    request_start(admission, "a", started)
     passes(loop)
     assert started == ["a"]

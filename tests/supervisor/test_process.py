@@ -18,7 +18,7 @@ from tests.supervisor.fakes import CRASHED, FakeLoop, fake_child_class
 
 
 class Stage:
-    """The supervisor around a process: recoveries are remembered, `finish` is what gives a slot back."""
+    """The supervisor of a process: recoveries are recorded, and `finish` gives a slot back."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.loop = FakeLoop()
@@ -71,7 +71,7 @@ def stage(monkeypatch: pytest.MonkeyPatch) -> Stage:
     return Stage(monkeypatch)
 
 
-def test_a_slot_is_used_again_only_after_its_recovery(stage: Stage) -> None:
+def test_a_slot_is_reused_only_after_its_recovery(stage: Stage) -> None:
     process = stage.start(concurrency=2)
     process.recover(CRASHED)
     assert sorted(stage.board._taken) == list(process.slots)
@@ -195,7 +195,7 @@ def test_an_announced_exit_code_counts_only_while_no_job_runs(stage: Stage) -> N
     "message",
     [{"want": 7, "units": 1, "priority": 0}, {"left": 7}, {"unknown": 1}, {"exiting": 300, "reason": ""}],
 )
-def test_messages_that_are_not_ours_are_invalid(stage: Stage, message: dict[str, Any]) -> None:
+def test_unknown_messages_are_invalid(stage: Stage, message: dict[str, Any]) -> None:
     stage.start()
     with pytest.raises(InvalidData):
         stage.children.made[0].receive(**message)

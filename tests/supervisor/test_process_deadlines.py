@@ -1,4 +1,4 @@
-"""Deadlines read from the scoreboard, with a clock that the test moves."""
+"""Deadlines read from the scoreboard, with a fake clock."""
 
 import pytest
 
@@ -21,7 +21,7 @@ class Rig:
         )
 
     def begin(self, slot: Slot, turn: int = 1, timeout_ms: int = 100) -> int:
-        """What a worker does; the word of the job that it starts."""
+        """Starts a job as a worker does; returns its position."""
         slot.state = State.BUSY
         slot.timeout_ms = timeout_ms
         word = pack_position(self.now_ns, turn, 0, True)
@@ -36,7 +36,7 @@ class Rig:
         slot.state = state
 
     def pass_ms(self, ms: float) -> None:
-        """In small steps, each with a tick of the loop."""
+        """Advances the clock in small steps, each with a tick of the loop."""
         end = self.now_ns + int(ms * MS)
         while self.now_ns < end:
             self.now_ns = min(end, self.now_ns + MS)
@@ -47,7 +47,7 @@ class Rig:
 
 
 @pytest.mark.spec("Q14")
-def test_a_job_that_runs_past_its_time_is_told_of_once_and_on_time() -> None:
+def test_a_job_past_its_deadline_is_reported_once_and_on_time() -> None:
     rig = Rig()
     word = rig.begin(rig.slots[0])
     rig.pass_ms(99)
@@ -90,8 +90,8 @@ def test_a_worker_between_two_jobs_stays_guarded() -> None:
     assert (rig.timers(), rig.slots[0].guarded) == (1, 1)
 
 
-def test_a_job_whose_start_is_not_written_yet_is_not_taken_for_the_one_before() -> None:
-    """The word comes first: for a moment it stands beside the start of an earlier job."""
+def test_a_job_without_a_start_time_yet_is_not_confused_with_the_previous_one() -> None:
+    """The position is written first: for a moment the slot still has the start time of the previous job."""
     rig = Rig()
     slot = rig.slots[0]
     rig.begin(slot)
@@ -106,7 +106,7 @@ def test_a_job_whose_start_is_not_written_yet_is_not_taken_for_the_one_before() 
     assert len(rig.overdue) == 1
 
 
-def test_a_worker_that_cancels_its_own_coroutine_is_given_the_time_for_it() -> None:
+def test_a_worker_gets_extra_time_to_cancel_its_coroutine() -> None:
     rig = Rig()
     rig.begin(rig.slots[0])
     rig.slots[0].lenience_ms = 50
@@ -126,7 +126,7 @@ def test_each_of_several_workers_has_its_own_deadline() -> None:
     assert rig.overdue == [(1, second), (0, first)]
 
 
-def test_after_the_timeout_was_taken_away_nothing_is_overdue() -> None:
+def test_without_a_timeout_nothing_is_overdue() -> None:
     rig = Rig()
     rig.begin(rig.slots[0])
     rig.slots[0].timeout_ms = 0
@@ -134,7 +134,7 @@ def test_after_the_timeout_was_taken_away_nothing_is_overdue() -> None:
     assert (rig.overdue, rig.timers(), rig.slots[0].guarded) == ([], 0, 0)
 
 
-def test_a_process_that_ended_is_not_looked_at_any_more() -> None:
+def test_a_process_that_ended_is_no_longer_checked() -> None:
     rig = Rig()
     rig.begin(rig.slots[0])
     rig.deadlines.stop()
@@ -143,7 +143,7 @@ def test_a_process_that_ended_is_not_looked_at_any_more() -> None:
 
 
 @pytest.mark.spec("Q14")
-def test_a_job_that_ends_just_after_its_deadline_does_not_leave_the_next_one_without() -> None:
+def test_a_job_that_ends_just_after_its_deadline_leaves_the_next_one_its_own() -> None:
     rig = Rig()
     first = rig.begin(rig.slots[0], turn=1)
     rig.pass_ms(105)

@@ -55,7 +55,7 @@ class Stage:
             child.receive(ready=0)
 
     def restart(self, seconds: float = 60.0) -> list[ForqError | None]:
-        """The list gets the result when the restart is over."""
+        """Returns a list that gets the result when the restart is over."""
         results: list[ForqError | None] = []
         self.queue.restart(seconds, results.append)
         self.loop.run()
@@ -93,7 +93,7 @@ def test_a_queue_is_running_when_its_main_process_is_ready(stage: Stage) -> None
     assert stage.queue.main_pid() == stage.children[0].pid
 
 
-def test_a_process_that_dies_is_started_again_after_a_delay(stage: Stage) -> None:
+def test_a_process_that_dies_is_restarted_after_a_delay(stage: Stage) -> None:
     stage.start()
     stage.children[0].die()
     assert len(stage.children) == 2
@@ -103,7 +103,7 @@ def test_a_process_that_dies_is_started_again_after_a_delay(stage: Stage) -> Non
     assert stage.queue.describe_children()[0]["restarts"] == 1
 
 
-def test_a_process_that_keeps_dying_is_flapping_and_never_given_up(stage: Stage) -> None:
+def test_a_process_that_keeps_dying_is_flapping_and_always_restarted(stage: Stage) -> None:
     stage.start()
     for _ in range(FLAPPING_DEATHS):
         next(child for child in stage.children if child.name == "q main" and not child.ended).die()
@@ -136,8 +136,8 @@ def test_a_queue_whose_handler_cannot_be_imported_stops_all_its_processes(stage:
     assert len(stage.children) == 2, "no respawn"
 
 
-def test_an_exit_code_of_a_handler_is_no_config_error(stage: Stage) -> None:
-    """Only an announced code means something."""
+def test_an_exit_code_of_a_handler_is_not_a_config_error(stage: Stage) -> None:
+    """Only announced codes have a meaning."""
     stage.start()
     stage.children[0].die(Exit(ExitCode.CONFIG, None))
     assert stage.queue.config_error is None
@@ -153,7 +153,7 @@ def test_what_an_announced_exit_code_reports_is_verified_elsewhere(stage: Stage,
     assert stage.events == [event]
 
 
-def test_stop_is_over_when_the_last_process_is_gone(stage: Stage) -> None:
+def test_stop_ends_when_the_last_process_is_gone(stage: Stage) -> None:
     stage.start()
     stopped: list[str] = []
     stage.queue.stop(lambda: stopped.append("stopped"))
@@ -181,17 +181,17 @@ def test_a_restart_replaces_the_processes_only_after_all_imports(stage: Stage) -
     new = stage.children[2:]
     assert names(new) == ["q main", "q retry"]
     new[0].receive(imported=0)
-    assert not any(child.stopping for child in old), "the other one still imports"
+    assert not any(child.stopping for child in old), "the other one is still importing"
     new[1].receive(imported=0)
     assert all(child.stopping for child in old)
-    assert new[0].sent == [], "they wait for the old ones"
+    assert new[0].sent == [], "they wait for the old processes"
     stage.end_stopping()
     assert [child.sent for child in new] == [[{"begin": 0}], [{"begin": 0}]]
     assert results == [None]
     assert len(stage.children) == 4
 
 
-def test_a_restart_whose_import_fails_leaves_the_old_processes_alone(stage: Stage) -> None:
+def test_a_restart_whose_import_fails_keeps_the_old_processes(stage: Stage) -> None:
     stage.start()
     results = stage.restart()
     new = stage.children[2:]
@@ -229,8 +229,8 @@ def test_a_new_process_that_dies_while_it_waits_is_replaced_at_the_start(stage: 
     assert stage.children[3].sent == [{"begin": 0}]
 
 
-def test_restarts_requested_meanwhile_share_one_that_follows(stage: Stage) -> None:
-    """Their code may be newer than what the first one has imported."""
+def test_restarts_requested_during_a_restart_share_the_next_one(stage: Stage) -> None:
+    """Their code may be newer than the code that the first one has imported."""
     stage.start()
     first, second, third = stage.restart(), stage.restart(), stage.restart()
     assert len(stage.children) == 4
@@ -266,7 +266,7 @@ def test_too_many_retiring_processes_delay_the_successor(stage: Stage, monkeypat
     for _ in range(2):
         next(child for child in reversed(stage.children) if child.name == "q main").receive(replace="max_jobs")
     mains = [child for child in stage.children if child.name == "q main"]
-    assert len(mains) == 2, "the second one waits: two are leaving"
+    assert len(mains) == 2, "the second one waits: two are retiring"
     mains[0].die(STOPPED)
     assert len([child for child in stage.children if child.name == "q main"]) == 3
 

@@ -1,4 +1,4 @@
-"""All queues of a supervisor, with fake children and a clerk that answers when the test says so."""
+"""All queues of a supervisor, with fake children and a clerk that answers when the test calls `answer`."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -20,7 +20,7 @@ MADE: dict[str, list[str]] = {"unscheduled": []}
 
 
 class Clerk:
-    """Keeps the requests; `answer` answers the oldest one."""
+    """Records the requests; `answer` answers the oldest one."""
 
     def __init__(self) -> None:
         self.requests: list[tuple[str, dict[str, Any], Callable[[Any], None]]] = []
@@ -68,7 +68,7 @@ class Stage:
         return self.child_class.made
 
     def serve(self, name: str = "q") -> None:
-        """A queue that is open, with its processes ready."""
+        """Opens a queue and waits for its processes."""
         self.queues.add(spec_of(name))
         self.queues.open(self.queues.by_name[name])
         self.answer(MADE)
@@ -96,7 +96,7 @@ def spec_of(name: str = "q", **options: int) -> QueueSpec:
 
 
 def opened(stage: Stage) -> list[ForqError | None]:
-    """A queue that is being opened; the list gets the result."""
+    """Starts to open a queue; returns a list that gets the result."""
     results: list[ForqError | None] = []
     stage.queues.open(stage.queues.add(spec_of()), results.append)
     return results
@@ -234,7 +234,7 @@ def test_an_eviction_kills_all_processes_and_starts_them_under_a_new_name(stage:
     stage.serve("b")
     stage.queues.rejoin()
     stage.queues.rejoin()
-    assert stage.services.new_processor.call_count == 1, "reports that come meanwhile are about the old name"
+    assert stage.services.new_processor.call_count == 1, "reports received meanwhile are about the old name"
     assert [child.kills for child in stage.children] == [1, 1, 1, 1]
     stage.services.pulse.restart.assert_not_called()
     stage.kill_all()
@@ -242,7 +242,7 @@ def test_an_eviction_kills_all_processes_and_starts_them_under_a_new_name(stage:
     assert [request[1]["name"] for request in stage.clerk.requests] == ["a", "b"]
 
 
-def test_a_processor_that_is_evicted_again_and_again_gives_up(stage: Stage) -> None:
+def test_a_processor_that_is_evicted_repeatedly_gives_up(stage: Stage) -> None:
     for _ in range(MAX_REJOINS):
         stage.queues.rejoin()
     assert stage.failures == []

@@ -29,7 +29,7 @@ class Stage:
         return self.child_class.made
 
     def request(self, verb: str, *, repeat: bool = False) -> list[Any]:
-        """The list gets the answer."""
+        """Returns a list that gets the answer."""
         answers: list[Any] = []
         self.service.request(verb, {}, answers.append, repeat=repeat)
         return answers
@@ -63,7 +63,7 @@ def test_requests_before_the_start_are_sent_with_it(stage: Stage) -> None:
     assert answers == ["late"]
 
 
-def test_after_a_death_repeatable_requests_are_sent_again_and_others_fail(stage: Stage) -> None:
+def test_after_a_death_repeatable_requests_are_resent_and_others_fail(stage: Stage) -> None:
     stage.service.start()
     lost, repeated = stage.request("lost"), stage.request("repeated", repeat=True)
     stage.children[0].die()
@@ -84,7 +84,7 @@ def test_a_request_between_death_and_restart_waits_for_the_new_process(stage: St
     assert answers == []
 
 
-def test_a_callback_that_fails_does_not_harm_the_next_answer(stage: Stage) -> None:
+def test_a_callback_that_fails_does_not_affect_the_next_answer(stage: Stage) -> None:
     stage.service.start()
 
     def fail(answer: Any) -> None:
@@ -97,7 +97,7 @@ def test_a_callback_that_fails_does_not_harm_the_next_answer(stage: Stage) -> No
     assert second == [2]
 
 
-def test_a_killed_service_is_not_started_again(stage: Stage) -> None:
+def test_a_killed_service_is_not_restarted(stage: Stage) -> None:
     stage.service.start()
     stage.service.kill()
     stage.children[0].die()
@@ -113,7 +113,7 @@ def test_a_service_killed_while_it_waits_for_its_restart_stays_down(stage: Stage
     assert len(stage.children) == 1
 
 
-def test_a_fork_that_fails_is_tried_again_and_keeps_the_requests(stage: Stage) -> None:
+def test_a_failed_fork_is_retried_and_keeps_the_requests(stage: Stage) -> None:
     stage.child_class.refused.append(OSError("no more processes"))
     stage.service.start()
     stage.request("waits")
@@ -122,7 +122,7 @@ def test_a_fork_that_fails_is_tried_again_and_keeps_the_requests(stage: Stage) -
     assert verbs(stage.children[0]) == ["waits"]
 
 
-def test_a_restart_on_purpose_starts_at_once_and_counts_as_no_death(stage: Stage) -> None:
+def test_a_requested_restart_happens_at_once_and_does_not_count_as_a_death(stage: Stage) -> None:
     stage.service.start()
     restarted: list[int] = []
     lost = stage.request("under way")
@@ -134,7 +134,7 @@ def test_a_restart_on_purpose_starts_at_once_and_counts_as_no_death(stage: Stage
     assert lost == []
 
 
-def test_events_are_no_answers(stage: Stage) -> None:
+def test_events_are_not_taken_for_answers(stage: Stage) -> None:
     stage.service.start()
     stage.children[0].receive(event="redis", ok=True)
     assert stage.events == [{"event": "redis", "ok": True}]

@@ -1,4 +1,4 @@
-"""All services of a supervisor with fake children: requests that are repeated, and lists of queues that are not."""
+"""All services of a supervisor with fake children: repeated requests, and the list of served queues."""
 
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ class Stage:
         return [message for message in self.child(name).sent if message.get("method") == verb]
 
     def answer(self, name: str, verb: str, *, error: object = None) -> None:
-        """Answers the newest request of that verb."""
+        """Answers the latest request of this verb."""
         number = self.requests(name, verb)[-1]["id"]
         outcome = {"result": {}} if error is None else {"error": error}
         self.child(name).receive(jsonrpc="2.0", id=number, **outcome)
@@ -87,7 +87,7 @@ def test_a_recovery_survives_the_death_of_pulse(stage: Stage) -> None:
     assert done == ["done"]
 
 
-def test_a_recovery_that_is_refused_does_not_keep_its_slot_for_ever(stage: Stage) -> None:
+def test_a_refused_recovery_frees_its_slot(stage: Stage) -> None:
     done: list[str] = []
     stage.services.recover({"queue": "q", "worker": "w"}, lambda: done.append("done"))
     stage.answer("pulse", "recover", error={"code": -32603, "message": "internal error"})
@@ -122,7 +122,7 @@ def test_a_new_pulse_gets_the_list_of_queues(stage: Stage) -> None:
     assert stage.requests("pulse", "serve")[0]["params"]["queues"] == ["q"]
 
 
-def test_functions_are_loaded_once_more_if_redis_came_back_during_a_load(stage: Stage) -> None:
+def test_functions_are_loaded_again_if_redis_came_back_during_a_load(stage: Stage) -> None:
     pulse = stage.child("pulse")
     pulse.receive(event="redis_back")
     assert stage.requests("clerk", "offer") == [], "the first load comes after the server check"
@@ -162,7 +162,7 @@ def test_a_stop_kills_the_logger_after_it_has_read_the_last_output(stage: Stage)
     assert stopped == ["stopped"], "the timeout does not end it twice"
 
 
-def test_a_stop_does_not_wait_for_ever_for_the_logger(stage: Stage) -> None:
+def test_a_stop_waits_for_the_logger_only_for_a_limited_time(stage: Stage) -> None:
     stopped: list[str] = []
     stage.services.stop(lambda: stopped.append("stopped"))
     stage.loop.run(LAST_OUTPUT_SECONDS)

@@ -24,15 +24,15 @@ def state(tmp_path: Path) -> Iterator[StateDir]:
     state.unlock()
 
 
-def wait_for_ever() -> int:
-    """Or until it is certain that the test has failed to end it."""
+def wait_forever() -> int:
+    """Ends only if the test failed to end it."""
     signal.alarm(20)
     while True:
         signal.pause()
 
 
 class Predecessor:
-    """A supervisor with one child that keeps the tree lock, in processes of their own."""
+    """A supervisor with one child that holds the tree lock, in separate processes."""
 
     def __init__(self, path: Path, start_child: Callable[[StateDir], ProcessHandle]) -> None:
         read_fd, write_fd = os.pipe()
@@ -43,7 +43,7 @@ class Predecessor:
             child = start_child(state)
             os.write(write_fd, f"{child.pid}\n".encode())
             os.close(write_fd)
-            return wait_for_ever()
+            return wait_forever()
 
         self.process = spawn(supervise, loop=None, keep_fds=[write_fd], title="forq: test", subreaper=False)
         os.close(write_fd)
@@ -74,7 +74,7 @@ class Predecessor:
 
 
 def start_worker(state: StateDir) -> ProcessHandle:
-    return spawn(wait_for_ever, loop=None, keep_fds=[state.tree_lock_fd], title="forq: test")
+    return spawn(wait_forever, loop=None, keep_fds=[state.tree_lock_fd], title="forq: test")
 
 
 def start_program(state: StateDir) -> ProcessHandle:
@@ -88,7 +88,7 @@ def predecessor(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Pred
     predecessor.close()
 
 
-def test_the_directory_is_made_for_its_owner_only(tmp_path: Path) -> None:
+def test_the_directory_is_created_for_its_owner_only(tmp_path: Path) -> None:
     state = StateDir(tmp_path / "deep" / "state")
     assert state.path.stat().st_mode & 0o777 == 0o700
 
@@ -102,7 +102,7 @@ def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
-def test_a_directory_that_cannot_be_written_is_refused() -> None:
+def test_an_unwritable_directory_is_refused() -> None:
     def check() -> int:
         os.setresuid(65534, 65534, 65534)
         with pytest.raises(ConfigError, match="/etc: not writable for user 65534"):
@@ -114,7 +114,7 @@ def test_a_directory_that_cannot_be_written_is_refused() -> None:
     child.close()
 
 
-def test_a_directory_that_everybody_may_write_to_is_refused(tmp_path: Path) -> None:
+def test_a_world_writable_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "open").mkdir()
     os.chmod(tmp_path / "open", 0o1777)
     with pytest.raises(ConfigError, match=r"/open can be changed by everybody, .*: chmod o-w /.*/open \(or "):
@@ -122,21 +122,21 @@ def test_a_directory_that_everybody_may_write_to_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a directory away")
-def test_a_directory_of_somebody_else_is_refused(tmp_path: Path) -> None:
+def test_a_directory_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / "theirs").mkdir()
     os.chown(tmp_path / "theirs", 65534, 65534)
     with pytest.raises(ConfigError, match=r"/theirs can be changed by user \S+, .*: chown root /.*/theirs \(or "):
         StateDir(tmp_path / "theirs")
 
 
-def test_paths(state: StateDir) -> None:
+def test_all_files_are_below_the_state_directory(state: StateDir) -> None:
     assert state.redis_socket == state.path / "redis.sock"
     assert state.redis_dir == state.path / "redis"
     with pytest.raises(InvalidName):
         state.save_queue("../emails", {})
 
 
-def test_a_second_supervisor_is_refused_with_the_first_ones_pid(predecessor: Predecessor, state: StateDir) -> None:
+def test_a_second_supervisor_is_refused_with_the_pid_of_the_first(predecessor: Predecessor, state: StateDir) -> None:
     pid = predecessor.process.pid
     with pytest.raises(ForqError, match=rf"another supervisor \(pid {pid}\) runs on state directory {state.path}"):
         state.lock()
@@ -145,25 +145,25 @@ def test_a_second_supervisor_is_refused_with_the_first_ones_pid(predecessor: Pre
 
 
 @pytest.mark.fault("supervisor killed")
-def test_what_a_killed_predecessor_left_is_killed_before_the_lock_is_ours(
+def test_processes_of_a_killed_predecessor_are_killed_before_the_lock_is_taken(
     predecessor: Predecessor, state: StateDir
 ) -> None:
     predecessor.kill()
     assert predecessor.child_is_alive()
-    told: list[list[int]] = []
-    state.lock(on_wait=told.append)
-    assert told == [[predecessor.child_pid]]
+    waits: list[list[int]] = []
+    state.lock(on_wait=waits.append)
+    assert waits == [[predecessor.child_pid]]
     assert not predecessor.child_is_alive()
     assert (state.path / "supervisor.lock").read_text() == f"{os.getpid()}\n"
 
 
-def test_lock_gives_up_naming_the_pids_and_lets_go_of_everything(
+def test_lock_gives_up_with_the_pids_of_the_holders_and_releases_its_locks(
     predecessor: Predecessor, state: StateDir, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     predecessor.kill()
     monkeypatch.setattr("forq.supervisor.statedir.kill_tree", lambda *args, **options: False)
     with pytest.raises(ForqError, match=rf"still run: pids \[{predecessor.child_pid}\]"):
-        # Until then the child has closed its copy of the other lock, on a busy machine too.
+        # By then the child has closed its copy of the other lock, even on a busy machine.
         state.lock(wait_seconds=1.0)
     with pytest.raises(ForqError, match="not locked"):
         _ = state.tree_lock_fd
@@ -171,9 +171,9 @@ def test_lock_gives_up_naming_the_pids_and_lets_go_of_everything(
     StateDir(state.path).lock()
 
 
-def test_one_who_only_reads_the_lock_file_is_not_a_holder(predecessor: Predecessor, state: StateDir) -> None:
+def test_a_process_that_only_reads_the_lock_file_is_not_a_holder(predecessor: Predecessor, state: StateDir) -> None:
     reader_fd = os.open(state.path / "tree.lock", os.O_RDONLY)
-    reader = spawn(wait_for_ever, loop=None, keep_fds=[reader_fd], title="forq: test")
+    reader = spawn(wait_forever, loop=None, keep_fds=[reader_fd], title="forq: test")
     try:
         deadline = time.monotonic() + 5
         while not Path(f"/proc/{reader.pid}/cmdline").read_text().startswith("forq: test"):
@@ -187,10 +187,10 @@ def test_one_who_only_reads_the_lock_file_is_not_a_holder(predecessor: Predecess
         os.close(reader_fd)
 
 
-def test_locking_an_unused_directory_waits_for_nobody(state: StateDir) -> None:
-    told: list[list[int]] = []
-    state.lock(on_wait=told.append)
-    assert told == []
+def test_locking_an_unused_directory_does_not_wait(state: StateDir) -> None:
+    waits: list[list[int]] = []
+    state.lock(on_wait=waits.append)
+    assert waits == []
     assert os.get_inheritable(state.tree_lock_fd) is False
 
 
@@ -201,7 +201,7 @@ def test_a_lock_file_that_is_a_symbolic_link_is_refused(state: StateDir, tmp_pat
     assert not (tmp_path / "elsewhere").exists()
 
 
-def test_each_incarnation_learns_its_predecessors_name(state: StateDir) -> None:
+def test_each_run_learns_the_name_of_its_predecessor(state: StateDir) -> None:
     state.lock()
     first, before_first = state.take_processor()
     state.unlock()
@@ -214,7 +214,7 @@ def test_each_incarnation_learns_its_predecessors_name(state: StateDir) -> None:
 
 
 def successor_of(state: StateDir) -> PreviousRun:
-    """Whom the next supervisor of a directory takes for its predecessor."""
+    """The predecessor that the next supervisor of a directory finds."""
     state.lock()
     try:
         predecessor = state.take_processor()[1]
@@ -224,16 +224,16 @@ def successor_of(state: StateDir) -> PreviousRun:
     return predecessor
 
 
-def test_a_copy_of_the_directory_proves_nothing_about_its_original(state: StateDir, tmp_path: Path) -> None:
+def test_a_copied_directory_does_not_prove_that_the_original_run_ended(state: StateDir, tmp_path: Path) -> None:
     state.lock()
     name, _ = state.take_processor()
     shutil.copytree(state.path, tmp_path / "copy")
     copy = StateDir(tmp_path / "copy")
     assert successor_of(copy) == PreviousRun(name, "the directory is a copy, or its file system was mounted again")
-    assert successor_of(copy).doubt == "", "from then on it is a directory of its own"
+    assert successor_of(copy).doubt == "", "from then on it is an independent directory"
 
 
-def test_another_machine_or_another_boot_proves_nothing(
+def test_another_machine_or_boot_does_not_prove_that_the_previous_run_ended(
     state: StateDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     machine, boot = tmp_path / "machine-id", tmp_path / "boot_id"
@@ -253,7 +253,7 @@ def test_another_machine_or_another_boot_proves_nothing(
     assert successor_of(state).doubt == "the directory was used on another machine: it was moved or copied"
 
 
-def test_without_a_machine_id_the_boot_and_the_file_decide(
+def test_without_a_machine_id_the_boot_id_and_the_file_are_compared(
     state: StateDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     boot = tmp_path / "boot_id"
@@ -268,11 +268,11 @@ def test_without_a_machine_id_the_boot_and_the_file_decide(
     assert successor_of(state).doubt != ""
     boot.unlink()
     successor_of(state)
-    assert successor_of(state).doubt != "", "what is not known proves nothing"
+    assert successor_of(state).doubt != "", "an unknown id proves nothing"
 
 
 @pytest.mark.parametrize("content", ["", "old", "old\n", "a b\n"])
-def test_a_name_that_an_earlier_release_or_a_crash_left_proves_nothing(state: StateDir, content: str) -> None:
+def test_an_incomplete_name_file_does_not_prove_that_the_previous_run_ended(state: StateDir, content: str) -> None:
     (state.path / "processor").write_text(content)
     state.lock()
     _, predecessor = state.take_processor()
@@ -309,7 +309,7 @@ def test_a_crash_while_writing_leaves_the_old_definition(state: StateDir, monkey
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "\x00"])
-def test_a_broken_definition_is_named(content: str, state: StateDir) -> None:
+def test_a_broken_definition_is_reported_by_name(content: str, state: StateDir) -> None:
     state.save_queue("good", {})
     (state.path / "queues" / "bad.json").write_text(content)
     with pytest.raises(ConfigError, match=f"{state.path}/queues/bad.json"):

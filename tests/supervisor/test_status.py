@@ -1,4 +1,4 @@
-"""The verb status: when what it asks for comes late, and the words that it has in common with all others."""
+"""The verb status: late answers of the clerk, and the names of counts in all interfaces."""
 
 from collections.abc import Callable
 from dataclasses import fields
@@ -14,12 +14,12 @@ from forq.supervisor.status import COUNTS, StatusVerb
 STATES_PAGE = Path(__file__).resolve().parent.parent.parent / "docs/design/states.md"
 
 
-class Asked:
-    """A supervisor without queues whose clerk answers when the test says so."""
+class StatusRig:
+    """A supervisor without queues; the test answers for its clerk."""
 
     def __init__(self) -> None:
         self.answers: dict[str, Callable[[Any], None]] = {}
-        self.time_is_over: Callable[[], None] = lambda: None
+        self.time_out: Callable[[], None] = lambda: None
         self.supervisor = MagicMock()
         self.supervisor.loop.now.return_value = self.supervisor.started = 0.0
         self.supervisor.loop.call_later.side_effect = self._call_later
@@ -29,36 +29,36 @@ class Asked:
         services.status_of_redis.return_value = {"url": "unix://x", "ok": True, "error": None}
         services.all, services.failed_log_errors = (), {}
         services.clerk.unresponsive = False
-        services.clerk.request.side_effect = self._ask
+        services.clerk.request.side_effect = self._request
 
-    def _ask(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> None:
-        assert verb not in self.answers, f"{verb} was asked twice"
+    def _request(self, verb: str, params: dict[str, Any], answer: Callable[[Any], None]) -> None:
+        assert verb not in self.answers, f"{verb} was requested twice"
         self.answers[verb] = answer
 
     def _call_later(self, seconds: float, callback: Callable[[], None]) -> MagicMock:
-        self.time_is_over = callback
+        self.time_out = callback
         return MagicMock()
 
 
-def test_counts_that_come_late_while_the_memory_is_read_are_no_second_answer() -> None:
-    asked = Asked()
+def test_late_counts_do_not_cause_a_second_answer() -> None:
+    rig = StatusRig()
     request = MagicMock(params={"memory": True}, answered=False)
-    StatusVerb(asked.supervisor).status(request)
-    asked.time_is_over()
-    asked.answers["overview"]({"counts": {}, "unserved": []})
-    asked.answers["memory"]({})
+    StatusVerb(rig.supervisor).status(request)
+    rig.time_out()
+    rig.answers["overview"]({"counts": {}, "unserved": []})
+    rig.answers["memory"]({})
     request.reply.assert_called_once()
     redis = request.reply.call_args.args[0]["supervisor"]["redis"]
     assert redis["ok"] is False
     assert redis["error"].startswith("no answer from Redis within")
 
 
-def test_python_json_table_metrics_and_the_page_of_words_say_the_same() -> None:
+def test_all_interfaces_use_the_same_names_for_counts() -> None:
     table = STATES_PAGE.read_text().partition("### Counts")[2].partition("\n## ")[0]
     lines = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("| `")]
     rows = [(word.strip("`"), title.partition(",")[0], metric) for word, _, title, metric in lines]
     described = {word for word, _, _ in rows}
-    # Of the queue and its journal, and no counts.
+    # Fields of the queue and its journal that are not counts.
     others = {"paused", "mode", "epoch", "journal_sequence", "journal_hash"}
     assert described == set(COUNTS) == {field.name for field in fields(Counts)} - others
     shown = {title.lower() for title, key in columns_for([{"mode": "on_request", "kept": 1}]) if key in COUNTS}

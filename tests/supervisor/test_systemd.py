@@ -1,4 +1,4 @@
-"""What systemd is told and what is taken from it, with a socket that plays systemd."""
+"""Notifications to systemd and sockets passed by it, with a socket in the role of systemd."""
 
 import faulthandler
 import os
@@ -28,8 +28,8 @@ MINE = 4711
 
 
 @dataclass
-class Someone:
-    """Who is told of."""
+class FakeSupervisor:
+    """The supervisor whose state is sent."""
 
     ready: bool = False
     stopping: bool = False
@@ -51,15 +51,15 @@ class Clock:
 
 
 class Systemd:
-    """Its end of NOTIFY_SOCKET."""
+    """The end of NOTIFY_SOCKET that systemd has."""
 
     def __init__(self, address: str) -> None:
         self.address = address
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         self._socket.bind("\0" + address[1:] if address.startswith("@") else address)
 
-    def heard(self) -> list[dict[str, str]]:
-        """What has come since the last time."""
+    def take_notifications(self) -> list[dict[str, str]]:
+        """The notifications since the last call."""
         found: list[dict[str, str]] = []
         while True:
             try:
@@ -92,7 +92,7 @@ def handed_with(*sockets: socket.socket, names: tuple[str, ...] = ()) -> Systemd
     )
 
 
-def test_variables_of_systemd_are_taken_out_of_the_environment_and_nothing_else() -> None:
+def test_only_the_variables_of_systemd_are_removed_from_the_environment() -> None:
     environ = {
         "NOTIFY_SOCKET": "/run/systemd/notify",
         "WATCHDOG_USEC": "30000000",
@@ -106,7 +106,7 @@ def test_variables_of_systemd_are_taken_out_of_the_environment_and_nothing_else(
     assert environ == {"STATE_DIRECTORY": "/var/lib/forq"}
 
 
-def test_descriptors_and_watchdog_of_another_process_are_left_alone() -> None:
+def test_descriptors_and_watchdog_of_another_process_are_ignored() -> None:
     environ = {"LISTEN_PID": "1", "LISTEN_FDS": "2", "WATCHDOG_PID": "1", "WATCHDOG_USEC": "1000000"}
     systemd_input = take(environ, MINE)
     assert systemd_input == SystemdInput(None, None, ())
@@ -114,80 +114,80 @@ def test_descriptors_and_watchdog_of_another_process_are_left_alone() -> None:
     assert control_listener(systemd_input) is None
 
 
-def test_descriptors_without_a_pid_are_left_alone() -> None:
+def test_descriptors_without_a_pid_are_ignored() -> None:
     assert take({"LISTEN_FDS": "1"}, MINE).fds == ()
 
 
 @pytest.mark.parametrize("name", ["WATCHDOG_USEC", "LISTEN_FDS"])
-def test_variable_that_is_no_number_is_refused_by_name(name: str) -> None:
+def test_a_variable_that_is_not_a_number_is_refused_by_name(name: str) -> None:
     with pytest.raises(ConfigError, match=name):
         take({name: "many", "LISTEN_PID": str(MINE)}, MINE)
 
 
-def test_ready_is_told_once_when_it_is_so(manager: Systemd) -> None:
-    someone = Someone()
-    notifier = Notifier(SystemdInput(manager.address, None, ()), someone)
+def test_ready_is_sent_once_when_the_supervisor_is_ready(manager: Systemd) -> None:
+    supervisor = FakeSupervisor()
+    notifier = Notifier(SystemdInput(manager.address, None, ()), supervisor)
     notifier.after_pass()
-    assert manager.heard() == [{"STATUS": "2 queues"}]
-    someone.ready, someone.text = True, "3 queues"
+    assert manager.take_notifications() == [{"STATUS": "2 queues"}]
+    supervisor.ready, supervisor.text = True, "3 queues"
     notifier.after_pass()
     notifier.after_pass()
-    assert manager.heard() == [{"READY": "1", "STATUS": "3 queues"}]
+    assert manager.take_notifications() == [{"READY": "1", "STATUS": "3 queues"}]
 
 
-def test_stop_is_told_once_with_the_time_it_may_take(manager: Systemd) -> None:
-    someone = Someone(ready=True)
-    notifier = Notifier(SystemdInput(manager.address, None, ()), someone)
+def test_stopping_is_sent_once_with_the_time_it_may_take(manager: Systemd) -> None:
+    supervisor = FakeSupervisor(ready=True)
+    notifier = Notifier(SystemdInput(manager.address, None, ()), supervisor)
     notifier.after_pass()
-    manager.heard()
-    someone.stopping = True
+    manager.take_notifications()
+    supervisor.stopping = True
     notifier.after_pass()
     notifier.after_pass()
-    assert manager.heard() == [{"STOPPING": "1", "EXTEND_TIMEOUT_USEC": "30000000"}]
+    assert manager.take_notifications() == [{"STOPPING": "1", "EXTEND_TIMEOUT_USEC": "30000000"}]
 
 
-def test_supervisor_that_stops_before_it_was_ready_never_says_ready(manager: Systemd) -> None:
-    someone = Someone(ready=False, stopping=True)
-    notifier = Notifier(SystemdInput(manager.address, None, ()), someone)
+def test_a_supervisor_that_stops_before_it_was_ready_never_sends_ready(manager: Systemd) -> None:
+    supervisor = FakeSupervisor(ready=False, stopping=True)
+    notifier = Notifier(SystemdInput(manager.address, None, ()), supervisor)
     notifier.after_pass()
-    someone.ready = True
+    supervisor.ready = True
     notifier.after_pass()
-    assert not any("READY" in told for told in manager.heard())
+    assert not any("READY" in sent for sent in manager.take_notifications())
 
 
-def test_status_is_told_when_it_changes_and_not_at_every_pass(manager: Systemd) -> None:
-    clock, someone = Clock(), Someone()
-    notifier = Notifier(SystemdInput(manager.address, None, ()), someone, now=clock)
+def test_status_is_sent_only_when_it_changes(manager: Systemd) -> None:
+    clock, supervisor = Clock(), FakeSupervisor()
+    notifier = Notifier(SystemdInput(manager.address, None, ()), supervisor, now=clock)
     notifier.after_pass()
-    someone.text = "two\nlines"
+    supervisor.text = "two\nlines"
     notifier.after_pass()
-    assert manager.heard() == [{"STATUS": "2 queues"}]
+    assert manager.take_notifications() == [{"STATUS": "2 queues"}]
     clock.now += systemd.STATUS_SECONDS
     notifier.after_pass()
     clock.now += systemd.STATUS_SECONDS
     notifier.after_pass()
-    assert manager.heard() == [{"STATUS": "two lines"}]
+    assert manager.take_notifications() == [{"STATUS": "two lines"}]
 
 
-def test_watchdog_is_fed_twice_in_its_time_and_the_next_pass_is_asked_for_by_then(manager: Systemd) -> None:
+def test_the_watchdog_is_fed_twice_per_interval_and_the_next_pass_is_scheduled_in_time(manager: Systemd) -> None:
     clock = Clock()
-    notifier = Notifier(SystemdInput(manager.address, 4.0, ()), Someone(), now=clock)
+    notifier = Notifier(SystemdInput(manager.address, 4.0, ()), FakeSupervisor(), now=clock)
     assert notifier.after_pass() == pytest.approx(2.0)
     clock.now += 1.5
     assert notifier.after_pass() == pytest.approx(0.5)
     clock.now += 0.5
     assert notifier.after_pass() == pytest.approx(2.0)
-    assert [told.get("WATCHDOG") for told in manager.heard()] == ["1", "1"]
+    assert [sent.get("WATCHDOG") for sent in manager.take_notifications()] == ["1", "1"]
 
 
-def test_idle_loop_feeds_the_watchdog(manager: Systemd) -> None:
+def test_an_idle_loop_feeds_the_watchdog(manager: Systemd) -> None:
     loop = Loop()
-    notifier = Notifier(SystemdInput(manager.address, 0.2, ()), Someone())
+    notifier = Notifier(SystemdInput(manager.address, 0.2, ()), FakeSupervisor())
     fed: list[dict[str, str]] = []
 
     def look() -> None:
         """Nothing else wakes the loop as often as the watchdog needs it."""
-        fed.extend(told for told in manager.heard() if "WATCHDOG" in told)
+        fed.extend(sent for sent in manager.take_notifications() if "WATCHDOG" in sent)
         if len(fed) >= 5:
             loop.stop()
         else:
@@ -199,39 +199,39 @@ def test_idle_loop_feeds_the_watchdog(manager: Systemd) -> None:
     assert len(fed) >= 5
 
 
-def test_loop_that_is_blocked_in_a_callback_does_not_feed_the_watchdog(manager: Systemd) -> None:
+def test_a_loop_blocked_in_a_callback_does_not_feed_the_watchdog(manager: Systemd) -> None:
     loop = Loop()
-    notifier = Notifier(SystemdInput(manager.address, 0.1, ()), Someone())
-    told_before: list[dict[str, str]] = []
-    told_meanwhile: list[dict[str, str]] = []
+    notifier = Notifier(SystemdInput(manager.address, 0.1, ()), FakeSupervisor())
+    sent_before: list[dict[str, str]] = []
+    sent_meanwhile: list[dict[str, str]] = []
 
     def block() -> None:
-        told_before.extend(manager.heard())
+        sent_before.extend(manager.take_notifications())
         time.sleep(0.5)
-        told_meanwhile.extend(manager.heard())
+        sent_meanwhile.extend(manager.take_notifications())
         loop.stop()
 
     loop.call_later(0.2, block)
     loop.run(notifier.after_pass)
     loop.close()
-    assert any("WATCHDOG" in told for told in told_before)
-    assert told_meanwhile == []
-    assert [told["WATCHDOG"] for told in manager.heard()] == ["1"]
+    assert any("WATCHDOG" in sent for sent in sent_before)
+    assert sent_meanwhile == []
+    assert [sent["WATCHDOG"] for sent in manager.take_notifications()] == ["1"]
 
 
-def test_what_cannot_be_told_is_told_as_soon_as_systemd_hears(tmp_path: Path) -> None:
-    notifier = Notifier(SystemdInput(str(tmp_path / "notify"), 4.0, ()), Someone(ready=True))
+def test_a_failed_notification_is_sent_again_when_systemd_listens(tmp_path: Path) -> None:
+    notifier = Notifier(SystemdInput(str(tmp_path / "notify"), 4.0, ()), FakeSupervisor(ready=True))
     assert notifier.after_pass() == systemd.RETRY_SECONDS
     with closing(Systemd(str(tmp_path / "notify"))) as manager:
         notifier.after_pass()
-        assert manager.heard() == [{"WATCHDOG": "1", "READY": "1", "STATUS": "2 queues"}]
+        assert manager.take_notifications() == [{"WATCHDOG": "1", "READY": "1", "STATUS": "2 queues"}]
 
 
-def test_without_systemd_nothing_is_told_and_the_loop_may_wait_for_ever() -> None:
-    assert Notifier(SystemdInput(None, 4.0, ()), Someone(ready=True)).after_pass() is None
+def test_without_systemd_nothing_is_sent_and_the_loop_is_not_woken() -> None:
+    assert Notifier(SystemdInput(None, 4.0, ()), FakeSupervisor(ready=True)).after_pass() is None
 
 
-def test_error_in_what_follows_a_pass_does_not_end_the_loop(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_error_after_a_pass_does_not_end_the_loop(caplog: pytest.LogCaptureFixture) -> None:
     loop = Loop()
     passes: list[None] = []
 
@@ -248,7 +248,7 @@ def test_error_in_what_follows_a_pass_does_not_end_the_loop(caplog: pytest.LogCa
     assert "no summary today" in caplog.text
 
 
-def test_listening_socket_is_taken_over(tmp_path: Path) -> None:
+def test_a_listening_socket_is_taken_over(tmp_path: Path) -> None:
     given = listening(tmp_path / "c.sock")
     listener = control_listener(handed_with(given))
     assert listener is not None
@@ -258,7 +258,7 @@ def test_listening_socket_is_taken_over(tmp_path: Path) -> None:
     given.close()
 
 
-def test_socket_named_control_is_taken_from_among_others(tmp_path: Path) -> None:
+def test_the_socket_named_control_is_used_among_several(tmp_path: Path) -> None:
     other, ours = listening(tmp_path / "o.sock"), listening(tmp_path / "c.sock")
     with other, ours:
         listener = control_listener(handed_with(other, ours, names=("metrics", "control")))
@@ -268,7 +268,7 @@ def test_socket_named_control_is_taken_from_among_others(tmp_path: Path) -> None
             control_listener(handed_with(other, ours))
 
 
-def test_socket_that_cannot_serve_for_control_is_refused(tmp_path: Path) -> None:
+def test_an_unsuitable_socket_is_refused(tmp_path: Path) -> None:
     silent = socket.socket(socket.AF_UNIX)
     silent.bind(str(tmp_path / "silent.sock"))
     datagrams = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
@@ -276,21 +276,21 @@ def test_socket_that_cannot_serve_for_control_is_refused(tmp_path: Path) -> None
     internet = socket.create_server(("127.0.0.1", 0))
     abstract = listening(f"\0forq-test-{os.getpid()}")
     for unusable in (silent, datagrams, internet, abstract):
-        # It is closed with the object that the refusal leaves behind.
+        # Closed together with the refused object.
         fd = os.dup(unusable.fileno())
         with pytest.raises(ConfigError, match="ListenStream="):
             control_listener(SystemdInput(None, None, ((fd, ""),)))
         unusable.close()
 
 
-def test_descriptor_that_is_not_open_or_no_socket_is_refused(tmp_path: Path) -> None:
+def test_a_descriptor_that_is_closed_or_not_a_socket_is_refused(tmp_path: Path) -> None:
     with open(tmp_path / "file", "w") as file, pytest.raises(ConfigError, match="not a socket"):
         control_listener(SystemdInput(None, None, ((file.fileno(), ""),)))
     with pytest.raises(ConfigError, match="not open"):
         take({"LISTEN_PID": str(MINE), "LISTEN_FDS": "1000000"}, MINE)
 
 
-def test_server_leaves_a_socket_alone_that_it_did_not_make(tmp_path: Path) -> None:
+def test_the_server_does_not_remove_a_socket_it_did_not_create(tmp_path: Path) -> None:
     path = tmp_path / "c.sock"
     given = listening(path)
     loop = Loop()
@@ -307,7 +307,7 @@ def test_server_leaves_a_socket_alone_that_it_did_not_make(tmp_path: Path) -> No
     given.close()
 
 
-def test_child_can_switch_the_fault_handler_on_although_the_parent_has() -> None:
+def test_a_child_can_enable_faulthandler_after_its_parent_did() -> None:
     was_enabled = faulthandler.is_enabled()
     faulthandler.enable(2)
     try:
@@ -330,11 +330,11 @@ os.execv(command[0], command)
 """
 
 
-def test_supervisor_serves_at_the_socket_it_was_passed_and_leaves_it_behind(tmp_path: Path) -> None:
+def test_a_supervisor_serves_at_a_passed_socket_and_does_not_remove_it(tmp_path: Path) -> None:
     path = tmp_path / "c.sock"
     given = listening(path)
     clean = {key: value for key, value in os.environ.items() if not key.startswith("FORQ_")}
-    told: list[dict[str, str]] = []
+    sent: list[dict[str, str]] = []
     (tmp_path / "forq.toml").write_text('[metrics]\nlisten = "./m.sock"\n')
     with closing(Systemd(str(tmp_path / "notify"))) as manager, open(tmp_path / "log", "wb") as log:
         process = subprocess.Popen(
@@ -356,23 +356,23 @@ def test_supervisor_serves_at_the_socket_it_was_passed_and_leaves_it_behind(tmp_
             stderr=log,
         )
 
-        def hears(name: str) -> bool:
-            told.extend(manager.heard())
-            return any(name in message for message in told)
+        def receives(name: str) -> bool:
+            sent.extend(manager.take_notifications())
+            return any(name in message for message in sent)
 
         try:
-            wait_until(lambda: hears("READY"), what="READY")
-            asked = subprocess.run([BIN / "forqctl", "--socket", str(path), "ping"], capture_output=True, text=True)
-            assert asked.stdout == f"pong from pid {process.pid}\n"
+            wait_until(lambda: receives("READY"), what="READY")
+            ping = subprocess.run([BIN / "forqctl", "--socket", str(path), "ping"], capture_output=True, text=True)
+            assert ping.stdout == f"pong from pid {process.pid}\n"
             assert Scraper(tmp_path / "m.sock").health() == (200, [])
             process.send_signal(signal.SIGTERM)
             assert process.wait(30) == 0
         finally:
             process.kill()
             process.wait()
-        assert hears("STOPPING")
-        assert hears("WATCHDOG")
-    (stopping,) = (message for message in told if "STOPPING" in message)
+        assert receives("STOPPING")
+        assert receives("WATCHDOG")
+    (stopping,) = (message for message in sent if "STOPPING" in message)
     assert stopping["STATUS"] == "stopping, 0 queues, 0 jobs running, Redis ok"
     assert path.exists()
     with socket.socket(socket.AF_UNIX) as client:

@@ -1,4 +1,4 @@
-"""When a process that does not answer is named, killed or replaced: with a clock and a process of the test's own."""
+"""When an unresponsive process of a queue is reported, killed or replaced; with a fake clock."""
 
 from collections.abc import Callable
 from unittest.mock import MagicMock
@@ -31,21 +31,21 @@ class Stage:
         self.slots: list[Slot] = [board.slot(board.take()) for _ in range(2)]
         for slot in self.slots:
             slot.minder = 78
-        self.said: list[str] = []
+        self.actions: list[str] = []
         self.switches = 0
         self.watch = ProcessWatch(
             loop,
             self.child,
             self.slots,
-            ping=lambda: self.said.append("ping"),
-            on_unresponsive=lambda: self.said.append("unresponsive"),
+            ping=lambda: self.actions.append("ping"),
+            on_unresponsive=lambda: self.actions.append("unresponsive"),
             on_stuck=self._kill,
-            replace=lambda: self.said.append("replace"),
+            replace=lambda: self.actions.append("replace"),
         )
         self.watch._minder_switches = lambda: self.switches  # type: ignore[method-assign]
 
     def _kill(self) -> None:
-        self.said.append("kill")
+        self.actions.append("kill")
         self.child.ended = True
 
     def _later(self, seconds: float, call: Callable[[], None]) -> MagicMock:
@@ -78,15 +78,15 @@ def stage() -> Stage:
     return Stage()
 
 
-def test_a_process_that_answers_is_left_alone_and_not_looked_at_again(stage: Stage) -> None:
+def test_a_process_that_answers_is_not_probed_again(stage: Stage) -> None:
     stage.watch.probe(unread=True)
     stage.beat()
     stage.run(60)
-    assert stage.said == ["ping"]
-    assert stage._timers == [], "nothing is left that would wake the supervisor"
+    assert stage.actions == ["ping"]
+    assert stage._timers == [], "no timer is left"
 
 
-def test_a_process_without_an_answer_is_named_and_no_sooner(stage: Stage) -> None:
+def test_a_process_without_an_answer_is_reported_after_the_notice_time(stage: Stage) -> None:
     stage.watch.probe()
     stage.run(NOTICE_SECONDS - 0.05)
     assert not stage.watch.unresponsive
@@ -98,7 +98,7 @@ def test_a_process_without_an_answer_is_named_and_no_sooner(stage: Stage) -> Non
 
 
 @pytest.mark.parametrize("how", ["stopped", "frozen", "interpreter"])
-def test_an_idle_process_that_cannot_come_back_by_itself_is_killed_after_a_second(stage: Stage, how: str) -> None:
+def test_an_idle_process_that_cannot_recover_is_killed_after_a_second(stage: Stage, how: str) -> None:
     if how == "stopped":
         stage.child.stopped = True
         stage.watch.stopped_or_continued()
@@ -107,13 +107,13 @@ def test_an_idle_process_that_cannot_come_back_by_itself_is_killed_after_a_secon
         stage.child.frozen.return_value = how == "frozen"
         stage.switches = WAITING_SWITCHES if how == "interpreter" else 0
     stage.run(KILL_SECONDS - 0.2)
-    assert "kill" not in stage.said
+    assert "kill" not in stage.actions
     stage.run(0.4)
-    assert stage.said[-1] == "kill"
+    assert stage.actions[-1] == "kill"
 
 
-def test_a_process_that_is_throttled_by_stops_is_not_stuck(stage: Stage) -> None:
-    """As by cpulimit, ten times a second."""
+def test_a_throttled_process_is_not_stuck(stage: Stage) -> None:
+    """As cpulimit does, ten times a second."""
     for _ in range(50):
         stage.child.stopped = True
         stage.watch.stopped_or_continued()
@@ -121,37 +121,37 @@ def test_a_process_that_is_throttled_by_stops_is_not_stuck(stage: Stage) -> None
         stage.child.stopped = False
         stage.watch.stopped_or_continued()
         stage.run(0.05)
-    assert set(stage.said) == {"ping"}
+    assert set(stage.actions) == {"ping"}
 
 
 def test_an_idle_process_that_is_only_slow_gets_ten_seconds(stage: Stage) -> None:
     stage.watch.probe()
     stage.switches = WAITING_SWITCHES - 1
     stage.run(LONGEST_SECONDS - 0.5)
-    assert "kill" not in stage.said
+    assert "kill" not in stage.actions
     stage.run(1)
-    assert stage.said[-1] == "kill"
+    assert stage.actions[-1] == "kill"
 
 
-def test_a_process_that_runs_a_job_is_not_killed_before_the_job_has_ended(stage: Stage) -> None:
+def test_a_process_is_not_killed_while_a_job_runs(stage: Stage) -> None:
     stage.begin_job()
     stage.child.stopped = True
     stage.watch.stopped_or_continued()
     stage.run(600)
-    assert stage.said == ["ping", "unresponsive"], "no successor either: none of its workers was given anything"
+    assert stage.actions == ["ping", "unresponsive"], "no successor either: its workers have no unread jobs"
     stage.end_job()
     stage.run(2)
-    assert stage.said[-1] == "kill"
+    assert stage.actions[-1] == "kill"
 
 
-def test_a_process_that_runs_a_job_and_was_given_others_is_replaced_once(stage: Stage) -> None:
+def test_a_process_that_runs_a_job_and_has_unread_ones_is_replaced_once(stage: Stage) -> None:
     stage.begin_job()
     stage.watch.probe(unread=True)
     stage.run(30)
-    assert stage.said == ["ping", "unresponsive", "replace"]
+    assert stage.actions == ["ping", "unresponsive", "replace"]
 
 
-def test_a_stopped_process_that_goes_on_is_responsive_when_it_has_answered(stage: Stage) -> None:
+def test_a_continued_process_is_responsive_after_its_answer(stage: Stage) -> None:
     stage.child.stopped = True
     stage.watch.stopped_or_continued()
     stage.run(0.5)
@@ -161,27 +161,27 @@ def test_a_stopped_process_that_goes_on_is_responsive_when_it_has_answered(stage
     stage.beat()
     stage.run(0.2)
     assert not stage.watch.unresponsive
-    assert "kill" not in stage.said
+    assert "kill" not in stage.actions
 
 
-def test_time_in_which_the_supervisor_did_not_run_does_not_count(stage: Stage) -> None:
+def test_time_in_which_the_supervisor_did_not_run_is_not_counted(stage: Stage) -> None:
     stage.watch.probe()
     stage.switches = WAITING_SWITCHES
     stage.now += 100 * LATE_SECONDS
     stage.run(0.05)
     assert not stage.watch.unresponsive
     stage.run(KILL_SECONDS + 0.2)
-    assert stage.said[-1] == "kill"
+    assert stage.actions[-1] == "kill"
 
 
-def test_a_dead_process_is_not_asked(stage: Stage) -> None:
+def test_a_dead_process_is_not_probed(stage: Stage) -> None:
     stage.child.ended = True
     stage.watch.probe(unread=True)
     stage.run(60)
-    assert stage.said == []
+    assert stage.actions == []
 
 
-def test_a_process_that_was_stopped_while_it_started_may_take_its_time_when_it_goes_on(stage: Stage) -> None:
+def test_a_process_stopped_during_its_start_is_not_killed_when_it_continues(stage: Stage) -> None:
     for slot in stage.slots:
         slot.minder = 0
     stage.child.stopped = True
@@ -190,5 +190,5 @@ def test_a_process_that_was_stopped_while_it_started_may_take_its_time_when_it_g
     stage.child.stopped = False
     stage.watch.stopped_or_continued()
     stage.run(60)
-    assert "kill" not in stage.said
+    assert "kill" not in stage.actions
     assert not stage.watch.unresponsive

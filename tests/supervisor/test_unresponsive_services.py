@@ -1,4 +1,4 @@
-"""Services that no longer pass their loop are replaced; those that say why they take longer are not."""
+"""Services whose loop hangs are replaced; services in an announced long call are not."""
 
 import logging
 import os
@@ -21,7 +21,7 @@ Run = Callable[[socket.socket], int]
 
 
 def serve(leash: socket.socket, verbs: dict[str, Callable[[dict[str, object]], object]] | None = None) -> int:
-    """A service's loop."""
+    """The loop of a service."""
     loop = service_loop()
     RpcServer(loop, leash, verbs or {})
     loop.run()
@@ -42,7 +42,7 @@ class Watched:
         self.seen_unresponsive = False
 
     def run_until(self, condition: Callable[[], bool], seconds: float = 30.0) -> float:
-        """How long that took."""
+        """Returns how long that took."""
         began = time.monotonic()
         while not condition():
             assert time.monotonic() - began < seconds, "the condition was not met in time"
@@ -81,7 +81,7 @@ def _quiet() -> Iterator[None]:
     logging.getLogger("forq").setLevel(before)
 
 
-def test_an_idle_service_answers_pings_and_is_left_alone(started: Callable[[Run], Watched]) -> None:
+def test_an_idle_service_answers_pings_and_is_not_replaced(started: Callable[[Run], Watched]) -> None:
     one = started(serve)
     pid = one.service.child and one.service.child.pid
     until = time.monotonic() + 5
@@ -91,7 +91,7 @@ def test_an_idle_service_answers_pings_and_is_left_alone(started: Callable[[Run]
 
 
 @pytest.mark.fault("service frozen")
-def test_a_service_that_never_comes_back_to_its_loop_is_replaced(
+def test_a_service_that_never_returns_to_its_loop_is_replaced(
     started: Callable[[Run], Watched], tmp_path: Path
 ) -> None:
     def spin(leash: socket.socket) -> int:
@@ -109,7 +109,7 @@ def test_a_service_that_never_comes_back_to_its_loop_is_replaced(
     assert took < 5
 
 
-def test_a_service_stopped_by_a_signal_is_replaced_although_it_said_it_would_be_busy(
+def test_a_stopped_service_is_replaced_even_if_it_announced_a_long_call(
     started: Callable[[Run], Watched], tmp_path: Path
 ) -> None:
     def busy(leash: socket.socket) -> int:
@@ -128,10 +128,8 @@ def test_a_service_stopped_by_a_signal_is_replaced_although_it_said_it_would_be_
     assert one.seen_unresponsive
 
 
-def test_a_service_in_a_call_that_may_take_long_is_waited_for(
-    started: Callable[[Run], Watched], tmp_path: Path
-) -> None:
-    """Longer than any service may be silent without a word."""
+def test_a_service_in_an_announced_long_call_is_not_replaced(started: Callable[[Run], Watched], tmp_path: Path) -> None:
+    """Longer than a service may be silent without an announcement."""
     seconds = 5.0
 
     def wait(leash: socket.socket) -> int:
@@ -149,7 +147,7 @@ def test_a_service_in_a_call_that_may_take_long_is_waited_for(
     assert not one.seen_unresponsive
 
 
-def test_a_service_that_goes_on_in_time_is_not_replaced(started: Callable[[Run], Watched]) -> None:
+def test_a_service_that_continues_in_time_is_not_replaced(started: Callable[[Run], Watched]) -> None:
     one = started(serve)
     assert one.service.child is not None
     pid = one.service.child.pid
@@ -160,18 +158,18 @@ def test_a_service_that_goes_on_in_time_is_not_replaced(started: Callable[[Run],
     assert (one.service.child.pid, one.service.restarts) == (pid, 0)
 
 
-def test_a_service_that_is_throttled_by_stops_is_left_alone_and_the_looks_go_on(
+def test_a_throttled_service_is_not_replaced_and_checks_continue(
     started: Callable[[Run], Watched],
 ) -> None:
-    """As by cpulimit, ten times a second: others may be stuck meanwhile."""
+    """As cpulimit does, ten times a second. Other services may be stuck meanwhile."""
     one = started(serve)
     one.run_until(one.service.has_passed)
     assert one.service.child is not None
-    pid, looks = one.service.child.pid, 0
+    pid, checks = one.service.child.pid, 0
 
     def services() -> tuple[Service]:
-        nonlocal looks
-        looks += 1
+        nonlocal checks
+        checks += 1
         return (one.service,)
 
     one.watch._services = services
@@ -181,10 +179,10 @@ def test_a_service_that_is_throttled_by_stops_is_left_alone_and_the_looks_go_on(
             until = time.monotonic() + 0.05
             one.run_until(lambda until=until: time.monotonic() > until)  # type: ignore[misc]
     assert (one.service.child.pid, one.service.restarts, one.seen_unresponsive) == (pid, 0, False)
-    assert looks >= 10
+    assert checks >= 10
 
 
-def test_time_in_which_the_judge_did_not_run_counts_for_nobody() -> None:
+def test_awake_time_does_not_include_suspended_time() -> None:
     awake = AwakeTime(100.0)
     assert awake.count(100.0 + SLICE_SECONDS) == SLICE_SECONDS
     assert awake.count(100.0 + 3 * SLICE_SECONDS) == SLICE_SECONDS, "a slice that ends late is one slice"
@@ -195,15 +193,16 @@ def test_time_in_which_the_judge_did_not_run_counts_for_nobody() -> None:
     assert awake.count(300.0 + LATE_SECONDS + SLICE_SECONDS) == 0
 
 
-def test_a_supervisor_that_was_stopped_itself_replaces_nobody(started: Callable[[Run], Watched]) -> None:
-    """Its services were stopped with it, and go on a little later than it does."""
+def test_a_supervisor_that_was_stopped_replaces_no_service(started: Callable[[Run], Watched]) -> None:
+    """Its services were stopped with it, and continue a little later."""
     one = started(serve)
     assert one.service.child is not None
     pid = one.service.child.pid
     os.kill(pid, signal.SIGSTOP)
     one.run_until(lambda: one.service.unresponsive)
     before = one.service.unanswered_seconds
-    time.sleep(LATE_SECONDS + 1)  # the loop does not run: the judge sleeps
+    # The loop does not run meanwhile, as in a stopped supervisor.
+    time.sleep(LATE_SECONDS + 1)
     one.loop.tick(0)
     assert one.service.unanswered_seconds == before
     os.kill(pid, signal.SIGCONT)

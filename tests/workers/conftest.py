@@ -12,7 +12,7 @@ from tests.workers.exec_attempts import Made
 
 @pytest.fixture
 def made() -> Iterator[Made]:
-    """Makes handlers whose instances do not outlive the test."""
+    """Makes exec handlers; their programs are ended after the test."""
     handlers: list[ExecHandler] = []
 
     def make(line: str) -> ExecHandler:

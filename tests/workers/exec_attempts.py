@@ -1,4 +1,4 @@
-"""Attempts with exec handlers, without a queue around them."""
+"""Runs attempts of exec handlers without a queue."""
 
 from collections.abc import Callable
 from typing import Any

@@ -1,4 +1,4 @@
-"""One attempt: the arguments of the handler, and the outcome of everything it may do."""
+"""One attempt: the arguments of the handler, and every possible outcome."""
 
 import asyncio
 from typing import Any
@@ -41,7 +41,7 @@ def test_counts_are_read_and_the_identifier_defaults_to_the_id() -> None:
 
 @pytest.mark.spec("Q34")
 @pytest.mark.parametrize("value", [None, 0, False, "x", Exception("returned, not raised")])
-def test_any_return_is_success(value: Any) -> None:
+def test_a_handler_that_returns_has_succeeded(value: Any) -> None:
     assert attempt(lambda data, job: value) is None
 
 
@@ -74,7 +74,8 @@ def _raise(*arguments: Any) -> Any:
     raise SystemExit(78)
 
 
-# What a class of exceptions may do, and the message that is told of it. Made in the test: pytest asks its parameters.
+# Misbehaving exception classes, and the message stored for each. Created in the test, because pytest inspects
+# parameters.
 ODD: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"__str__": _raise, "__repr__": _raise}, "(unprintable: SystemExit)"),
     "wishes": ({"kind": property(_raise), "retry_at": property(_raise)}, "m"),
@@ -89,7 +90,7 @@ ODD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("metaclass", [type, Shy])
 @pytest.mark.parametrize("what", ODD)
-def test_an_exception_may_answer_every_question_with_another(what: str, metaclass: type) -> None:
+def test_an_exception_whose_methods_raise_is_still_a_failure(what: str, metaclass: type) -> None:
     methods, message = ODD[what]
 
     def handle(data: Any, job: Job) -> None:
@@ -99,7 +100,7 @@ def test_an_exception_may_answer_every_question_with_another(what: str, metaclas
     assert (error["name"], error["message"], error["kind"]) == ("Odd", message, "retriable")
 
 
-def test_a_result_that_answers_every_question_with_an_exception_is_a_success() -> None:
+def test_a_result_whose_methods_raise_is_still_a_success() -> None:
     odd = type("Odd", (), {"__class__": property(_raise), "__getattribute__": _raise, "__bool__": _raise})
     assert attempt(lambda data, job: odd()) is None
 
@@ -120,7 +121,7 @@ def test_a_coroutine_is_awaited_and_its_exception_is_a_failure() -> None:
     assert attempt(fails)["message"] == "later"
 
 
-def test_each_worker_has_one_event_loop_for_all_its_coroutines() -> None:
+def test_all_coroutines_of_a_worker_share_one_event_loop() -> None:
     loops: list[asyncio.AbstractEventLoop] = []
     steps: list[str] = []
 
@@ -140,7 +141,7 @@ def test_each_worker_has_one_event_loop_for_all_its_coroutines() -> None:
     workers = [AttemptRunner("q", Handlers({None: leave_a_task, "mail": wait})) for _ in range(2)]
     try:
         assert workers[0].run("a", COUNTED, 1) is None
-        assert steps == [], "what a job has not awaited stands still when it ends"
+        assert steps == [], "tasks that a job has not awaited do not run after its end"
         assert workers[0].run("b", PLAIN, 1) is None
         assert workers[1].run("c", PLAIN, 1) is None
     finally:
@@ -149,13 +150,13 @@ def test_each_worker_has_one_event_loop_for_all_its_coroutines() -> None:
     assert loops[0] is loops[1] is not loops[2]
 
 
-def test_a_type_without_a_handler_fails_for_good_and_says_which_there_are() -> None:
+def test_an_unknown_type_fails_permanently_and_lists_the_known_types() -> None:
     error = attempt(lambda data, job: None, types=("other",))
     assert (error["kind"], "'mail'" in error["message"], "other" in error["message"]) == ("permanent", True, True)
 
 
 @pytest.mark.parametrize("record", [b"", b"rubbish", b"p5 1\n{not json", b"p5 x\n[null,null,1]", b"c5 1 2\n[1,2,3]"])
-def test_a_broken_record_is_a_failure_and_not_the_end_of_the_worker(record: bytes) -> None:
+def test_a_broken_record_fails_its_job_but_not_the_worker(record: bytes) -> None:
     assert attempt(lambda data, job: None, record)["name"] == "InvalidData"
 
 
@@ -164,7 +165,7 @@ def test_a_broken_record_is_a_failure_and_not_the_end_of_the_worker(record: byte
     ("retry_at", "expected"),
     [(1700000000.5, 1700000000500), (None, None), ("soon", None), (1e30, None), (-1, None), (float("nan"), None)],
 )
-def test_only_a_time_that_can_be_used_is_taken_from_an_exception(retry_at: Any, expected: int | None) -> None:
+def test_only_a_valid_retry_time_of_an_exception_is_used(retry_at: Any, expected: int | None) -> None:
     def handle(data: Any, job: Job) -> None:
         raise RetryAt(retry_at)
 
@@ -173,7 +174,7 @@ def test_only_a_time_that_can_be_used_is_taken_from_an_exception(retry_at: Any, 
     assert failure.retry_at_ms == expected
 
 
-def test_the_name_of_an_exception_is_cut_to_200_characters() -> None:
+def test_exception_names_are_truncated_to_200_characters() -> None:
     def handle(data: Any, job: Job) -> None:
         raise type("E" * 10_000_000, (Exception,), {})("why")
 

@@ -18,7 +18,7 @@ def own_score() -> int:
 
 
 @pytest.mark.parametrize(("before", "after"), [("-500\n", OOM_SCORE), ("0\n", OOM_SCORE), ("900\n", 900)])
-def test_a_queues_process_raises_its_score_and_never_lowers_it(
+def test_a_queue_process_raises_its_oom_score_and_never_lowers_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: str, after: int
 ) -> None:
     file = tmp_path / "oom_score_adj"
@@ -29,7 +29,7 @@ def test_a_queues_process_raises_its_score_and_never_lowers_it(
 
 
 @pytest.mark.parametrize("content", [None, "", "rubbish"])
-def test_where_there_is_no_score_to_raise_the_process_starts_all_the_same(
+def test_the_process_starts_even_if_the_oom_score_cannot_be_set(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str | None
 ) -> None:
     file = tmp_path / "oom_score_adj"
@@ -39,11 +39,11 @@ def test_where_there_is_no_score_to_raise_the_process_starts_all_the_same(
     apply_resource_limits({})
 
 
-def test_nobody_needs_root_for_it() -> None:
+def test_raising_the_oom_score_does_not_need_root() -> None:
     def become_nobody() -> int:
         if os.geteuid() == 0:
             os.setresuid(65534, 65534, 65534)
-            # After such a change /proc/self is root's, until the next exec.
+            # After setuid, /proc/self belongs to root until the next exec.
             ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
         apply_resource_limits({})
         return own_score() != OOM_SCORE

@@ -20,7 +20,7 @@ from tests.workers.exec_attempts import Made, failure_of, job, pid_of
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_a_program_is_told_everything_about_its_job(tmp_path: Path, made: Made) -> None:
+def test_a_program_receives_all_fields_of_its_job(tmp_path: Path, made: Made) -> None:
     seen = tmp_path / "seen"
     before = f"out = open({str(seen)!r}, 'w')\n"
     handler = made(
@@ -53,7 +53,7 @@ def test_a_program_is_told_everything_about_its_job(tmp_path: Path, made: Made) 
     }
 
 
-def test_one_instance_gets_job_after_job_and_data_of_any_size(tmp_path: Path, made: Made) -> None:
+def test_one_instance_runs_many_jobs_with_data_of_any_size(tmp_path: Path, made: Made) -> None:
     act = 'if data is not None and len(data["big"]) != data["length"]: say("job_failed", uuid=payload["uuid"])\n'
     handler = made(python_program(tmp_path, act))
     handler(None, job())
@@ -64,17 +64,17 @@ def test_one_instance_gets_job_after_job_and_data_of_any_size(tmp_path: Path, ma
 
 
 @dataclass
-class Told:
-    """Who is told of a job's progress."""
+class ProgressLog:
+    """Records the progress of a job."""
 
-    said: list[tuple[str, float, str]]
+    reports: list[tuple[str, float, str]]
 
     def report(self, position: int, job_id: str, fence: int, fraction: float, text: str) -> None:
-        self.said.append((job_id, fraction, text))
+        self.reports.append((job_id, fraction, text))
 
 
-def test_messages_may_come_in_pieces_or_several_at_once_with_blank_lines(tmp_path: Path, made: Made) -> None:
-    said: list[tuple[str, float, str]] = []
+def test_messages_may_be_split_joined_or_separated_by_blank_lines(tmp_path: Path, made: Made) -> None:
+    reports: list[tuple[str, float, str]] = []
     act = """\
 lines = [{"topic": "worker_idle", "payload": {}}, {"topic": "job_accepted", "payload": {"uuid": payload["uuid"]}},
     {"topic": "worker_progress", "payload": {"uuid": payload["uuid"], "progress": 0.25, "text": "a"}},
@@ -87,13 +87,13 @@ return False
 """
     handler = made(python_program(tmp_path, act))
     for each in (job(), job("j2")):
-        each._reporter = Told(said)
+        each._reporter = ProgressLog(reports)
         handler(1, each)
-    assert said == [("j1", 0.25, "a"), ("j1", 1.0, ""), ("j2", 0.25, "a"), ("j2", 1.0, "")]
+    assert reports == [("j1", 0.25, "a"), ("j1", 1.0, ""), ("j2", 0.25, "a"), ("j2", 1.0, "")]
 
 
 @pytest.mark.parametrize(
-    ("said", "expected"),
+    ("failure", "expected"),
     [
         ({"error": "no good", "kind": "permanent"}, ("JobFailed", "no good", "permanent", "")),
         ({"error": {"name": "E", "message": "m", "traceback": "at x"}}, ("E", "m", "retriable", "at x")),
@@ -101,14 +101,14 @@ return False
         ({}, ("JobFailed", "", "retriable", "")),
     ],
 )
-def test_a_program_may_say_how_its_job_failed_and_goes_on(
-    tmp_path: Path, made: Made, said: dict[str, Any], expected: tuple[str, ...]
+def test_a_program_that_reports_a_failure_keeps_running(
+    tmp_path: Path, made: Made, failure: dict[str, Any], expected: tuple[str, ...]
 ) -> None:
     handler = made(python_program(tmp_path, 'say("job_failed", uuid=payload["uuid"], **data)\nreturn False'))
-    error = failure_of(handler, said)
+    error = failure_of(handler, failure)
     assert (error["name"], error["message"], error["kind"], error["traceback"]) == expected
     pid = pid_of(handler)
-    failure_of(handler, said)
+    failure_of(handler, failure)
     assert pid_of(handler) == pid
 
 
@@ -121,7 +121,7 @@ def test_the_time_of_the_next_attempt_is_taken_from_the_failure(tmp_path: Path, 
 
 
 @pytest.mark.parametrize(
-    ("act", "name", "says"),
+    ("act", "name", "message"),
     [
         ("sys.exit(3)", "ExitStatus", "status 3"),
         ("sys.exit(0)", "ExitStatus", "status 0 before it reported the outcome of the job"),
@@ -147,15 +147,15 @@ def test_the_time_of_the_next_attempt_is_taken_from_the_failure(tmp_path: Path, 
         ("while True: os.write(1, b'x' * 65536)", "BadMessage", "line too long"),
     ],
 )
-def test_what_a_program_does_wrong_fails_the_attempt_and_the_next_job_has_a_new_instance(
-    tmp_path: Path, made: Made, act: str, name: str, says: str
+def test_a_protocol_violation_fails_the_attempt_and_replaces_the_instance(
+    tmp_path: Path, made: Made, act: str, name: str, message: str
 ) -> None:
     handler = made(python_program(tmp_path, f"if data == 'fine': return True\nnote('before')\n{act}\nreturn False"))
     handler("fine", job("j0"))
     pid = pid_of(handler)
     error = failure_of(handler, "wrong")
     assert (error["name"], error["kind"]) == (name, "retriable")
-    assert says in error["message"]
+    assert message in error["message"]
     assert error["message"].endswith("; last output: before")
     assert error["traceback"] == "before"
     assert not alive({pid})
@@ -163,7 +163,7 @@ def test_what_a_program_does_wrong_fails_the_attempt_and_the_next_job_has_a_new_
     assert pid_of(handler) != pid
 
 
-def test_a_program_that_cannot_be_started_fails_the_attempt_and_is_tried_again(tmp_path: Path, made: Made) -> None:
+def test_a_program_that_cannot_be_started_fails_the_attempt_and_is_started_again(tmp_path: Path, made: Made) -> None:
     handler = made(f"exec:{tmp_path}/program")
     assert failure_of(handler)["name"] == "CannotStart"
     (tmp_path / "program").write_text("no interpreter is named here")
@@ -180,28 +180,28 @@ def test_an_instance_that_ends_between_jobs_costs_no_attempt_and_leaves_no_zombi
         handler(number, job(f"j{number}"))
         pids.add(pid_of(handler))
         if number % 2:
-            wait_until(lambda: not running_programs(), what="it is reaped while nobody needs it")
+            wait_until(lambda: not running_programs(), what="it is reaped while idle")
             assert not os.path.exists(f"/proc/{pid_of(handler)}")
     assert len(pids) == 30
 
 
-def test_an_instance_that_spoke_between_jobs_is_replaced_and_the_next_job_does_not_suffer(
+def test_an_instance_that_sends_messages_between_jobs_is_replaced_without_failing_a_job(
     tmp_path: Path, made: Made, logged: pytest.LogCaptureFixture
 ) -> None:
     act = 'say("job_finished", uuid=payload["uuid"])\nsay(data, uuid=payload["uuid"]); note("said")\nreturn False'
     handler = made(python_program(tmp_path, act))
     handler("worker_idle", job())
-    wait_until(lambda: "said" in logged.text, what="it has spoken")
+    wait_until(lambda: "said" in logged.text, what="its message has arrived")
     pid = pid_of(handler)
     handler("job_finished", job("j2"))
     assert pid_of(handler) == pid, "worker_idle is allowed"
-    wait_until(lambda: logged.text.count("text=said") == 2, what="it has said it twice")
+    wait_until(lambda: logged.text.count("text=said") == 2, what="both messages have arrived")
     handler("worker_idle", job("j3"))
     assert pid_of(handler) != pid
     assert "it sent a message without a job" in logged.text
 
 
-def test_an_answer_before_all_was_read_counts_and_the_instance_is_replaced(tmp_path: Path, made: Made) -> None:
+def test_an_answer_before_all_data_was_read_counts_and_the_instance_is_replaced(tmp_path: Path, made: Made) -> None:
     source = (
         'import os, time\nos.write(1, b\'{"topic": "job_finished", "payload": {"uuid": "j1"}}\\n\'); time.sleep(60)'
     )

@@ -11,6 +11,7 @@ import pytest
 
 from forq.supervisor.capacity import Capacity, Instruction
 from forq.workers.grant import Grant
+from tests.support.drive.wait import wait_until
 
 DONE: dict[str, object] = {"done": 7}
 PATIENCE_SECONDS = 10.0
@@ -21,41 +22,40 @@ def want(units: int = 10, priority: int = 0) -> dict[str, object]:
 
 
 class Parent:
-    """Keeps what it is told, and answers each want at once with the words it was given for it."""
+    """Records the messages it receives, and answers each request at once with the given messages."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, object]] = []
+        self.received: list[dict[str, object]] = []
         self.answers: list[tuple[str, ...]] = []
         self.broken = False
-        self.grant = Grant(self._tell, 7)
+        self.grant = Grant(self._receive, 7)
 
-    def _tell(self, message: dict[str, object]) -> None:
+    def _receive(self, message: dict[str, object]) -> None:
         if self.broken:
             raise BrokenPipeError
-        self.told.append(message)
+        self.received.append(message)
         if "want" in message and self.answers:
-            words = self.answers.pop(0)
-            threading.Thread(target=self._say, args=(words,)).start()
+            threading.Thread(target=self._send, args=(self.answers.pop(0),)).start()
 
-    def _say(self, words: tuple[str, ...]) -> None:
-        for word in words:
-            self.grant.receive(word)
+    def _send(self, messages: tuple[str, ...]) -> None:
+        for message in messages:
+            self.grant.receive(message)
 
-    def heard(self) -> list[dict[str, object]]:
-        told, self.told = self.told, []
-        return told
+    def take_messages(self) -> list[dict[str, object]]:
+        received, self.received = self.received, []
+        return received
 
 
 @pytest.fixture
 def parent(monkeypatch: pytest.MonkeyPatch) -> Parent:
-    # Its answers come from another thread, which on a busy machine may take longer than the real 50 ms.
+    # Answers come from another thread, which may take longer than the real 50 ms on a busy machine.
     monkeypatch.setattr("forq.workers.grant.ANSWER_SECONDS", 1.0)
     return Parent()
 
 
 @contextmanager
 def in_thread(call: Callable[[], bool]) -> Iterator[list[bool]]:
-    """Runs it beside the block; afterwards its result is in the list."""
+    """Runs `call` concurrently with the block; its result is in the list afterwards."""
     results: list[bool] = []
     thread = threading.Thread(target=lambda: results.append(call()), daemon=True)
     thread.start()
@@ -64,82 +64,75 @@ def in_thread(call: Callable[[], bool]) -> Iterator[list[bool]]:
     assert not thread.is_alive()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
-
-
 def holding(parent: Parent) -> Grant:
     """A grant in use."""
     parent.answers = [("go",)]
     assert parent.grant.acquire(10, 0)
-    assert parent.heard() == [want()]
+    assert parent.take_messages() == [want()]
     return parent.grant
 
 
-def told_to_wait(parent: Parent) -> Grant:
-    """A grant whose worker was told to wait, and does not yet."""
+def waiting_grant(parent: Parent) -> Grant:
+    """A grant whose worker was answered "wait" and does not wait yet."""
     parent.answers = [("wait",)]
     assert not parent.grant.acquire(10, 0)
-    assert parent.heard() == [want()]
+    assert parent.take_messages() == [want()]
     return parent.grant
 
 
-def test_one_exchange_is_enough_for_a_life_without_shortage(parent: Parent) -> None:
+def test_without_a_shortage_a_grant_is_requested_only_once(parent: Parent) -> None:
     grant = holding(parent)
     for _ in range(100):
         grant.stop_using()
         assert grant.acquire(10, 0)
         assert grant.acquire(10, 0)
-    assert parent.heard() == []
+    assert parent.take_messages() == []
 
 
-def test_a_yield_at_rest_gives_back_at_once(parent: Parent) -> None:
+def test_an_idle_grant_that_must_yield_is_returned_at_once(parent: Parent) -> None:
     grant = holding(parent)
     grant.stop_using()
     grant.receive("yield")
-    assert parent.heard() == [DONE]
+    assert parent.take_messages() == [DONE]
     assert not grant.yield_requested
 
 
-def test_a_yield_in_use_is_answered_when_the_worker_rests(parent: Parent) -> None:
+def test_a_grant_in_use_that_must_yield_is_returned_when_the_worker_is_idle(parent: Parent) -> None:
     grant = holding(parent)
     grant.receive("yield")
     assert grant.yield_requested
-    assert parent.heard() == []
+    assert parent.take_messages() == []
     grant.stop_using()
-    assert parent.heard() == [DONE]
+    assert parent.take_messages() == [DONE]
     assert not grant.yield_requested
 
 
-def test_a_worker_that_begins_again_though_it_was_asked_to_yield_wants_anew(parent: Parent) -> None:
+def test_a_worker_that_must_yield_requests_a_new_grant_before_its_next_batch(parent: Parent) -> None:
     grant = holding(parent)
     grant.receive("yield")
     parent.answers = [("wait",)]
     assert not grant.acquire(10, 0)
-    assert parent.heard() == [DONE, want()]
+    assert parent.take_messages() == [DONE, want()]
 
 
-def test_a_yield_that_comes_with_the_go_still_lets_one_batch_run(parent: Parent) -> None:
-    grant = told_to_wait(parent)
+def test_a_yield_received_with_the_grant_still_allows_one_batch(parent: Parent) -> None:
+    grant = waiting_grant(parent)
     with in_thread(grant.wait) as result:
         wait_until(lambda: grant._worker_waiting)
         grant.receive("go")
         grant.receive("yield")
     assert result == [True]
     assert grant.yield_requested
-    assert parent.heard() == []
+    assert parent.take_messages() == []
 
 
-def test_without_an_answer_the_worker_is_not_held_up(parent: Parent) -> None:
+def test_a_missing_answer_does_not_block_the_worker(parent: Parent) -> None:
     assert not parent.grant.acquire(10, 0)
     assert not parent.grant.acquire(10, 0)
-    assert parent.heard() == [want()]
+    assert parent.take_messages() == [want()]
 
 
-def test_a_worker_told_to_wait_hands_back_without_waiting_for_the_time_to_pass(
+def test_a_worker_that_must_wait_returns_its_jobs_without_a_timeout(
     parent: Parent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("forq.workers.grant.ANSWER_SECONDS", 6 * PATIENCE_SECONDS)
@@ -149,56 +142,56 @@ def test_a_worker_told_to_wait_hands_back_without_waiting_for_the_time_to_pass(
     assert result == [False]
 
 
-def test_a_go_between_begin_and_wait_is_not_lost(parent: Parent) -> None:
-    grant = told_to_wait(parent)
+def test_a_grant_between_begin_and_wait_is_not_lost(parent: Parent) -> None:
+    grant = waiting_grant(parent)
     grant.receive("go")
     assert grant.wait()
-    assert parent.heard() == []
+    assert parent.take_messages() == []
 
 
-def test_a_go_and_a_yield_between_begin_and_wait_lead_to_a_new_want(parent: Parent) -> None:
-    grant = told_to_wait(parent)
+def test_a_grant_and_a_yield_between_begin_and_wait_cause_a_new_request(parent: Parent) -> None:
+    grant = waiting_grant(parent)
     grant.receive("go")
     grant.receive("yield")
-    assert parent.heard() == [DONE]
+    assert parent.take_messages() == [DONE]
     parent.answers = [("wait", "go")]
     assert grant.wait()
-    assert parent.heard() == [want()]
+    assert parent.take_messages() == [want()]
 
 
-def test_a_go_for_a_worker_that_wants_nothing_more_is_given_back(parent: Parent) -> None:
-    grant = told_to_wait(parent)
+def test_a_grant_that_is_no_longer_requested_is_returned(parent: Parent) -> None:
+    grant = waiting_grant(parent)
     grant.give_back()
-    assert parent.heard() == []
+    assert parent.take_messages() == []
     grant.receive("go")
-    assert parent.heard() == [DONE]
+    assert parent.take_messages() == [DONE]
 
 
-def test_a_second_go_changes_nothing(parent: Parent) -> None:
+def test_a_duplicate_grant_changes_nothing(parent: Parent) -> None:
     grant = holding(parent)
     grant.receive("go")
-    assert parent.heard() == []
+    assert parent.take_messages() == []
     grant.receive("yield")
     assert grant.yield_requested, "it is still in use"
     parent.answers = [("go",)]
     assert grant.acquire(10, 0)
     grant.stop_using()
-    parent.heard()
+    parent.take_messages()
     grant.receive("go")
-    assert parent.heard() == []
+    assert parent.take_messages() == []
 
 
-def test_a_worker_that_waits_needs_the_grant_again(parent: Parent) -> None:
-    grant = told_to_wait(parent)
+def test_a_worker_that_waits_for_jobs_needs_a_new_grant(parent: Parent) -> None:
+    grant = waiting_grant(parent)
     grant.give_back()
     with in_thread(grant.wait) as result:
         wait_until(lambda: grant._worker_waiting)
         grant.receive("go")
     assert result == [True]
-    assert parent.heard() == []
+    assert parent.take_messages() == []
 
 
-def test_only_acquire_limits_how_long_it_waits_for_an_answer(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_acquire_waits_for_an_answer_with_a_timeout(parent: Parent, monkeypatch: pytest.MonkeyPatch) -> None:
     grant = parent.grant
     timeouts: list[float | None] = []
 
@@ -215,71 +208,71 @@ def test_only_acquire_limits_how_long_it_waits_for_an_answer(parent: Parent, mon
     assert timeouts == [1.0, None]
 
 
-def test_a_yield_that_crossed_a_done_does_not_end_the_next_wish(parent: Parent) -> None:
+def test_a_late_yield_does_not_cancel_the_next_request(parent: Parent) -> None:
     grant = holding(parent)
     grant.give_back()
     parent.answers = [("yield", "go")]
     assert grant.acquire(10, 0)
-    assert parent.heard() == [DONE, want()]
+    assert parent.take_messages() == [DONE, want()]
     assert not grant.yield_requested
 
 
 @pytest.mark.parametrize(("units", "priority"), [(20, 0), (10, 5)])
-def test_other_terms_give_back_and_want_anew(parent: Parent, units: int, priority: int) -> None:
+def test_changed_terms_return_the_grant_and_request_a_new_one(parent: Parent, units: int, priority: int) -> None:
     grant = holding(parent)
     grant.stop_using()
     parent.answers = [("go",)]
     assert grant.acquire(units, priority)
-    assert parent.heard() == [DONE, want(units, priority)]
+    assert parent.take_messages() == [DONE, want(units, priority)]
 
 
-def test_other_terms_are_not_wanted_before_the_earlier_wish_was_answered(parent: Parent) -> None:
-    grant = told_to_wait(parent)
+def test_changed_terms_are_requested_only_after_the_earlier_answer(parent: Parent) -> None:
+    grant = waiting_grant(parent)
     assert not grant.acquire(50, 0)
-    assert parent.heard() == []
+    assert parent.take_messages() == []
     parent.answers = [("go",)]
     with in_thread(grant.wait) as result:
         wait_until(lambda: grant._worker_waiting)
         grant.receive("go")
     assert result == [True]
-    assert parent.heard() == [DONE, want(50)]
+    assert parent.take_messages() == [DONE, want(50)]
 
 
-def test_stop_wakes_a_waiting_worker_and_withdraws_its_wish(parent: Parent) -> None:
-    grant = told_to_wait(parent)
+def test_stop_wakes_a_waiting_worker_and_withdraws_its_request(parent: Parent) -> None:
+    grant = waiting_grant(parent)
     with in_thread(grant.wait) as result:
         wait_until(lambda: grant._worker_waiting)
         grant.stop()
     assert result == [False]
-    assert parent.heard() == [DONE]
+    assert parent.take_messages() == [DONE]
 
 
-def test_a_go_that_crossed_the_stop_is_given_back(parent: Parent) -> None:
-    grant = told_to_wait(parent)
+def test_a_grant_received_after_the_stop_is_returned(parent: Parent) -> None:
+    grant = waiting_grant(parent)
     grant.stop()
-    parent.heard()
+    parent.take_messages()
     grant.receive("go")
-    assert parent.heard() == [DONE]
+    assert parent.take_messages() == [DONE]
     assert not grant.wait()
     assert not grant.acquire(10, 0)
-    assert parent.heard() == []
+    assert parent.take_messages() == []
 
 
-def test_stop_gives_back_a_reservation_and_leaves_what_is_in_use_to_the_worker(parent: Parent) -> None:
+def test_stop_returns_an_unused_grant_and_leaves_one_in_use_to_the_worker(parent: Parent) -> None:
     grant = holding(parent)
     grant.stop()
-    assert parent.heard() == []
+    assert parent.take_messages() == []
     grant.stop_using()
-    assert parent.heard() == [DONE]
+    assert parent.take_messages() == [DONE]
     other = Parent()
     kept = holding(other)
     kept.stop_using()
     kept.stop()
-    assert other.heard() == [DONE]
+    assert other.take_messages() == [DONE]
 
 
-def test_a_go_that_a_stop_follows_before_the_worker_wakes_is_given_back(parent: Parent) -> None:
-    grant = told_to_wait(parent)
+def test_a_grant_followed_by_a_stop_before_the_worker_wakes_is_returned(parent: Parent) -> None:
+    grant = waiting_grant(parent)
     with in_thread(grant.wait) as result:
         wait_until(lambda: grant._worker_waiting)
         with grant._changed:
@@ -287,10 +280,10 @@ def test_a_go_that_a_stop_follows_before_the_worker_wakes_is_given_back(parent: 
             grant._stopped = True
             grant._changed.notify_all()
     assert result == [False]
-    assert parent.heard() == [DONE]
+    assert parent.take_messages() == [DONE]
 
 
-def test_what_could_not_be_told_has_not_happened(parent: Parent) -> None:
+def test_a_message_that_cannot_be_sent_does_not_change_the_state(parent: Parent) -> None:
     grant = holding(parent)
     grant.receive("yield")
     parent.broken = True
@@ -305,11 +298,11 @@ def test_what_could_not_be_told_has_not_happened(parent: Parent) -> None:
     parent.broken = False
     parent.answers = [("go",)]
     assert grant.acquire(10, 0)
-    assert parent.heard() == [DONE, want()]
+    assert parent.take_messages() == [DONE, want()]
 
 
 def test_stop_wakes_the_worker_even_if_the_leash_is_broken(parent: Parent) -> None:
-    grant = told_to_wait(parent)
+    grant = waiting_grant(parent)
     parent.broken = True
     with in_thread(grant.wait) as result:
         wait_until(lambda: grant._worker_waiting)
@@ -323,7 +316,7 @@ ENOUGH_BATCHES = 1500
 
 
 class Rig:
-    """A real Capacity in a thread of its own, real Grants in threads, and messages that take a moment."""
+    """A real Capacity and real Grants, each in its own thread, and messages that take a moment."""
 
     def __init__(self, terms: list[tuple[int, int]], seed: int) -> None:
         self.up: queue.Queue[dict[str, object] | None] = queue.Queue()
@@ -362,9 +355,9 @@ class Rig:
             self.down[order.holder].put(order.action)
 
     def minder(self, number: int) -> None:
-        while (word := self.down[number].get()) is not None:
+        while (message := self.down[number].get()) is not None:
             time.sleep(self.random.random() * 0.001)
-            self.grants[number].receive(word)
+            self.grants[number].receive(message)
 
     def worker(self, number: int) -> None:
         grant, chance = self.grants[number], random.Random(number)
@@ -394,7 +387,7 @@ class Rig:
         return not self.stopping.is_set()
 
 
-def test_real_grants_never_use_more_than_there_is_and_all_make_progress() -> None:
+def test_concurrent_grants_never_exceed_the_capacity_and_all_workers_progress() -> None:
     terms = [(10, 0), (10, 0), (30, 1), (30, 5), (60, 0), (60, 2), (100, 0), (100, 5), (45, -3), (5, 3)]
     rig = Rig(terms, seed=1)
     ends = [threading.Thread(target=rig.parent)]

@@ -21,7 +21,7 @@ def _fresh_path() -> Iterator[None]:
 
 
 @pytest.mark.spec("Q33")
-def test_a_function_or_a_module_with_handle(tmp_path: Path) -> None:
+def test_a_handler_is_a_function_or_a_module_with_handle(tmp_path: Path) -> None:
     (tmp_path / "both_kinds.py").write_text("def handle(data, job): return 1\ndef other(data, job): return 2\n")
     spec = QueueSpec.from_mapping(
         "q", {"handler": "both_kinds", "handlers": {"o": "both_kinds:other"}, "path": str(tmp_path)}, "test"
@@ -31,7 +31,7 @@ def test_a_function_or_a_module_with_handle(tmp_path: Path) -> None:
     assert handlers.for_type("o")(0, None) == 2  # type: ignore[arg-type]
 
 
-def test_a_directory_of_the_path_that_is_missing_is_named(tmp_path: Path) -> None:
+def test_a_missing_path_directory_is_reported(tmp_path: Path) -> None:
     mapping = {"handler": "somewhere_else:f", "path": [str(tmp_path), str(tmp_path / "gone")]}
     with pytest.raises(ConfigError) as caught:
         load_handlers(QueueSpec.from_mapping("q", mapping, "test"))
@@ -39,7 +39,7 @@ def test_a_directory_of_the_path_that_is_missing_is_named(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("source", "path", "says"),
+    ("source", "path", "message"),
     [
         (None, "not_there_at_all:f", "ModuleNotFoundError"),
         ("import does_not_exist_either", "broken_one:f", "does_not_exist_either"),
@@ -50,13 +50,13 @@ def test_a_directory_of_the_path_that_is_missing_is_named(tmp_path: Path) -> Non
         ("f = 1", "broken_one", "has no function handle"),
     ],
 )
-def test_what_cannot_be_imported_is_named_with_its_reason(
-    tmp_path: Path, source: str | None, path: str, says: str
+def test_a_handler_that_cannot_be_imported_is_reported_with_the_reason(
+    tmp_path: Path, source: str | None, path: str, message: str
 ) -> None:
     sys.path.insert(0, str(tmp_path))
     if source is not None:
         (tmp_path / "broken_one.py").write_text(source)
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         load_handler(path)
 
 
@@ -79,14 +79,14 @@ def test_what_cannot_be_imported_is_named_with_its_reason(
         "class C:\n    def __call__(self, *a): pass\n    __signature__ = 'none'\nhandle = C()",
     ],
 )
-def test_whatever_takes_data_and_job_is_a_handler(tmp_path: Path, source: str) -> None:
+def test_any_callable_that_takes_data_and_job_is_a_handler(tmp_path: Path, source: str) -> None:
     (tmp_path / "takes_both.py").write_text(source + "\n")
     sys.path.insert(0, str(tmp_path))
     assert callable(load_handler("takes_both"))
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "message"),
     [
         (
             "def handle(): pass",
@@ -102,18 +102,20 @@ def test_whatever_takes_data_and_job_is_a_handler(tmp_path: Path, source: str) -
         ("class C:\n    def run(data, job): pass\nhandle = C().run", "it is run(job)"),
     ],
 )
-def test_what_cannot_take_data_and_job_is_refused_at_import(tmp_path: Path, source: str, says: str) -> None:
+def test_a_callable_that_cannot_take_data_and_job_is_refused_at_import(
+    tmp_path: Path, source: str, message: str
+) -> None:
     file = tmp_path / "takes_other.py"
     file.write_text(source + "\n")
     sys.path.insert(0, str(tmp_path))
     with pytest.raises(CannotImport) as caught:
         load_handler("takes_other")
-    told = str(caught.value)
-    assert told.startswith("handler 'takes_other' cannot be called with (data, job): ")
-    assert says.replace("FILE", str(file)) in told
+    text = str(caught.value)
+    assert text.startswith("handler 'takes_other' cannot be called with (data, job): ")
+    assert message.replace("FILE", str(file)) in text
 
 
-def test_a_traceback_has_the_user_s_frames_only_also_of_what_led_to_it(tmp_path: Path) -> None:
+def test_a_traceback_and_its_causes_contain_only_frames_of_the_user(tmp_path: Path) -> None:
     (tmp_path / "deep_one.py").write_text(
         "import importlib\ntry:\n    importlib.import_module('deep_two')\n"
         "except ZeroDivisionError as exc:\n    raise RuntimeError('no') from exc\n"
@@ -135,7 +137,7 @@ def test_a_traceback_has_the_user_s_frames_only_also_of_what_led_to_it(tmp_path:
     assert caught.value.traceback.endswith("\nRuntimeError: no")
 
 
-def test_a_traceback_is_cut_at_its_beginning_and_a_strange_exception_has_none(tmp_path: Path) -> None:
+def test_a_long_traceback_loses_its_beginning_and_an_unprintable_exception_has_none(tmp_path: Path) -> None:
     (tmp_path / "long_one.py").write_text(f"raise ValueError({'x' * 50!r} * 1000)\n")
     (tmp_path / "strange_one.py").write_text(
         "class Strange(Exception):\n    def __str__(self): raise SystemExit(3)\nraise Strange\n"
@@ -148,7 +150,7 @@ def test_a_traceback_is_cut_at_its_beginning_and_a_strange_exception_has_none(tm
         assert len(str(caught.value)) < 3000
 
 
-def test_the_queue_s_own_directories_come_first_and_in_order(tmp_path: Path) -> None:
+def test_the_directories_of_the_queue_come_first_in_sys_path(tmp_path: Path) -> None:
     for name in ("one", "two"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "same_name.py").write_text(f"def handle(data, job): return {name!r}\n")

@@ -30,7 +30,7 @@ OVER = Fate("dead", 0, 4, 4)
 
 
 class Seen(logging.Handler):
-    """A handler of the user's, on the logger `forq`."""
+    """A logging handler of the user, on the logger `forq`."""
 
     def __init__(self, then: Callable[[], object] = lambda: None) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ Listen = Callable[..., Seen]
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine another thread may take long to begin."""
+    """On a busy machine, another thread may take long to start."""
     monkeypatch.setattr(job_log, "WRITE_WAIT_SECONDS", 30.0)
 
 
@@ -63,12 +63,15 @@ def listen() -> Iterator[Listen]:
     yield add
     for handler in added:
         logger.removeHandler(handler)
-    logger.disabled = False
+    # dictConfig may have disabled all loggers, for later tests too.
+    for each in logging.root.manager.loggerDict.values():
+        if isinstance(each, logging.Logger):
+            each.disabled = False
 
 
 @pytest.fixture
 def past(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
-    """Lines that went to the queue's log past logging: level, job, text."""
+    """Lines written to the log of the queue without `logging`: level, job, text."""
     lines: list[tuple[str, str, str]] = []
     monkeypatch.setattr(job_log, "write_past_logging", lambda *line: lines.append(line))
     return lines
@@ -77,7 +80,7 @@ def past(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str, str]]:
 def failed(
     handler: Callable[[Any, Any], Any], job: str = "j1", attempts: type[AttemptRunner] = AttemptRunner
 ) -> FailedAttempt:
-    """As a worker's loop makes it."""
+    """A failed attempt, as the loop of a worker creates it."""
     ran = attempts("q", Handlers({None: handler}))
     failure = ran.run(job, RECORD, 9)
     assert failure is not None
@@ -89,13 +92,13 @@ def refuse(data: Any, job: Job) -> None:
     raise ValueError("no good")
 
 
-def test_a_retry_is_a_warning_with_the_exception_and_what_follows(listen: Listen, past: list[Any]) -> None:
+def test_a_retried_failure_is_a_warning_with_the_exception_and_the_next_step(listen: Listen, past: list[Any]) -> None:
     seen = listen()
     JobLog().log_failure(failed(refuse), AGAIN)
     (record,) = seen.records
     assert record.getMessage() == ("job failed: attempt 2 of 4, retry in 4 s queue=q job=j1 error=ValueError: no good")
     assert (record.name, record.levelname) == ("forq", "WARNING")
-    assert record.msg == "job failed: %s queue=%s job=%s error=%s", "by which others group records"
+    assert record.msg == "job failed: %s queue=%s job=%s error=%s", "log collectors group records by it"
     assert record.exc_info is not None
     assert isinstance(record.exc_info[1], ValueError)
     fields = {name: record.__dict__[name] for name in ("queue", "job_id", "attempt", "attempts", "retry_in_seconds")}
@@ -104,7 +107,7 @@ def test_a_retry_is_a_warning_with_the_exception_and_what_follows(listen: Listen
     assert past == []
 
 
-def test_the_last_one_is_an_error_that_names_the_next_command(listen: Listen) -> None:
+def test_the_last_failure_is_an_error_with_the_next_command(listen: Listen) -> None:
     seen = listen()
     JobLog().log_failure(failed(refuse, job="50%s of it"), OVER)
     (record,) = seen.records
@@ -116,7 +119,7 @@ def test_the_last_one_is_an_error_that_names_the_next_command(listen: Listen) ->
     assert record.__dict__["retry_in_seconds"] is None
 
 
-def test_a_job_that_asks_to_be_tried_later_is_no_failure(listen: Listen, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_requested_retry_is_not_logged_as_a_failure(listen: Listen, caplog: pytest.LogCaptureFixture) -> None:
     def later(data: Any, job: Job) -> None:
         raise RetryAt(time.time() + 60, "the bank is closed")
 
@@ -124,20 +127,20 @@ def test_a_job_that_asks_to_be_tried_later_is_no_failure(listen: Listen, caplog:
     with caplog.at_level(logging.INFO, logger="forq"):
         JobLog().log_failure(failed(later), AGAIN)
         JobLog().log_failure(failed(later), OVER)
-    asked, over = seen.records
-    assert (asked.levelname, asked.exc_info) == ("INFO", None)
-    assert asked.getMessage().startswith("job requested a retry: attempt 2 of 4, retry in 4 s ")
+    requested, over = seen.records
+    assert (requested.levelname, requested.exc_info) == ("INFO", None)
+    assert requested.getMessage().startswith("job requested a retry: attempt 2 of 4, retry in 4 s ")
     assert (over.levelname, over.exc_info is not None) == ("ERROR", True), "its attempts are used up"
 
 
-def test_a_fail_handler_is_named_as_such(listen: Listen) -> None:
+def test_the_record_names_a_fail_handler(listen: Listen) -> None:
     seen = listen()
     attempt = failed(refuse, attempts=FailAttemptRunner)
     JobLog().log_failure(attempt, AGAIN)
     assert seen.records[0].getMessage().startswith("fail handler failed: attempt 2 of 4")
 
 
-def test_what_a_program_says_of_itself_stands_for_the_traceback(listen: Listen) -> None:
+def test_the_error_report_of_a_program_replaces_the_traceback(listen: Listen) -> None:
     def fail(data: Any, job: Job) -> None:
         raise ProgramFailed("DiskFull", "no space", trace="at main.rb:7")
 
@@ -148,7 +151,7 @@ def test_what_a_program_says_of_itself_stands_for_the_traceback(listen: Listen) 
     assert logging.Formatter("%(levelname)s").format(record) == "WARNING\nat main.rb:7"
 
 
-# Which part of a traceback is shown and stored.
+# The part of a traceback that is logged and stored.
 
 
 async def refuse_later(data: Any, job: Job) -> None:
@@ -157,16 +160,16 @@ async def refuse_later(data: Any, job: Job) -> None:
 
 
 @pytest.mark.parametrize("handler", [refuse, refuse_later])
-def test_the_first_frame_is_the_handler_s(handler: Any) -> None:
+def test_a_traceback_starts_with_the_handler(handler: Any) -> None:
     attempt = failed(handler)
     assert attempt.raised is not None
     frames = traceback.extract_tb(attempt.raised.__traceback__)
     expected = ["refuse"] if handler is refuse else ["refuse_later", "refuse"]
     assert [frame.name for frame in frames] == expected
-    told = attempt.failure.text()
-    assert "attempt.py" not in told
-    assert "asyncio" not in told
-    assert "raise ValueError" in told
+    text = attempt.failure.text()
+    assert "attempt.py" not in text
+    assert "asyncio" not in text
+    assert "raise ValueError" in text
 
 
 def test_exceptions_of_a_task_group_keep_the_frames_of_their_tasks() -> None:
@@ -174,13 +177,13 @@ def test_exceptions_of_a_task_group_keep_the_frames_of_their_tasks() -> None:
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(refuse_later(data, job))
 
-    told = failed(group).failure.text()
-    assert told.startswith("ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)")
-    assert "in refuse_later" in told
-    assert "attempt.py" not in told
+    text = failed(group).failure.text()
+    assert text.startswith("ExceptionGroup: unhandled errors in a TaskGroup (1 sub-exception)")
+    assert "in refuse_later" in text
+    assert "attempt.py" not in text
 
 
-def test_an_error_of_forq_s_own_has_no_frames_and_a_fault_of_forq_s_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_expected_error_has_no_frames_and_an_internal_error_has_all(monkeypatch: pytest.MonkeyPatch) -> None:
     attempts = AttemptRunner("q", Handlers({}))
     failure = attempts.run("j", RECORD, 9)
     assert failure is not None
@@ -192,24 +195,24 @@ def test_an_error_of_forq_s_own_has_no_frames_and_a_fault_of_forq_s_has_all(monk
     assert "attempt.py" in failure.text()
 
 
-# What a user's logging may do.
+# Misbehaving logging handlers.
 
 
-def test_handlers_that_raise_or_exit_leave_the_line_in_the_queue_s_log(listen: Listen, past: list[Any]) -> None:
+def test_if_logging_handlers_raise_or_exit_the_line_is_in_the_log_of_the_queue(listen: Listen, past: list[Any]) -> None:
     def leave() -> None:
         raise SystemExit(3)
 
     seen, log = listen(leave), JobLog()
     for _ in range(2):
         log.log_failure(failed(refuse), AGAIN)
-    assert len(seen.records) == 2, "it is asked again"
+    assert len(seen.records) == 2, "it is called again"
     level, job, text = past[0]
     assert (level, job, len(past)) == ("WARNING", "j1", 2)
     assert text.startswith("job failed: attempt 2 of 4, retry in 4 s (logging raised SystemExit) error=ValueError")
     assert "in refuse" in text
 
 
-def test_an_exception_whose_text_raises_is_told(listen: Listen, past: list[Any], capsys: Any) -> None:
+def test_an_exception_whose_str_raises_is_logged(listen: Listen, past: list[Any], capsys: Any) -> None:
     class Silent(BaseException):
         def __str__(self) -> str:
             raise SystemExit(4)
@@ -223,11 +226,11 @@ def test_an_exception_whose_text_raises_is_told(listen: Listen, past: list[Any],
         JobLog().log_failure(failed(fail), AGAIN)
     finally:
         logging.getLogger("forq").removeHandler(handler)
-    told = capsys.readouterr().err + "".join(text for _, _, text in past)
-    assert "error=Silent: (unprintable: SystemExit)" in told
+    text = capsys.readouterr().err + "".join(line for _, _, line in past)
+    assert "error=Silent: (unprintable: SystemExit)" in text
 
 
-def test_an_exception_that_cannot_be_shown_is_in_the_queue_s_log(past: list[Any]) -> None:
+def test_an_exception_that_cannot_be_formatted_is_in_the_log_of_the_queue(past: list[Any]) -> None:
     class Secretive(Exception):
         @property
         def __notes__(self) -> list[str]:  # type: ignore[override]
@@ -248,7 +251,7 @@ def test_an_exception_that_cannot_be_shown_is_in_the_queue_s_log(past: list[Any]
     )
 
 
-def test_a_level_holds_for_what_logging_did_not_take(past: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_log_level_also_applies_to_the_fallback_log(past: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logging.getLogger("forq"), "disabled", True)
     monkeypatch.setattr(logging.getLogger("forq"), "level", logging.ERROR)
     JobLog().log_failure(failed(refuse), AGAIN)
@@ -256,7 +259,7 @@ def test_a_level_holds_for_what_logging_did_not_take(past: list[Any], monkeypatc
     assert [level for level, _, _ in past] == ["ERROR"]
 
 
-def test_a_handler_that_blocks_holds_nobody_up_and_no_line_is_lost(
+def test_a_logging_handler_that_blocks_delays_no_worker_and_loses_no_line(
     listen: Listen, past: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(job_log, "WRITE_WAIT_SECONDS", WRITE_WAIT_SECONDS)
@@ -269,7 +272,7 @@ def test_a_handler_that_blocks_holds_nobody_up_and_no_line_is_lost(
         took = time.monotonic() - began
     finally:
         free.set()
-    assert WRITE_WAIT_SECONDS <= took < 5 * WRITE_WAIT_SECONDS + 3, "it is waited for once"
+    assert WRITE_WAIT_SECONDS <= took < 5 * WRITE_WAIT_SECONDS + 3, "only one line waits for it"
     log.close()
     wait_until(lambda: len(seen.records) + len(past) == MAX_QUEUED + 4)
     assert "(logging is stuck)" in past[0][2]
@@ -282,7 +285,7 @@ def test_a_worker_waits_until_its_line_is_written(listen: Listen) -> None:
         assert len(seen.records) == number + 1
 
 
-def test_a_logger_that_is_turned_off_leaves_the_queue_s_log(listen: Listen, past: list[Any]) -> None:
+def test_with_a_disabled_logger_the_line_is_in_the_log_of_the_queue(listen: Listen, past: list[Any]) -> None:
     seen = listen()
     logging.config.dictConfig({"version": 1, "disable_existing_loggers": True})
     JobLog().log_failure(failed(refuse), OVER)
@@ -290,7 +293,7 @@ def test_a_logger_that_is_turned_off_leaves_the_queue_s_log(listen: Listen, past
     assert past[0][2].startswith("job failed: attempt 4 of 4, failed for good (see: forqctl why q j1) error=ValueError")
 
 
-def test_a_level_that_a_user_has_set_is_respected(listen: Listen, past: list[Any]) -> None:
+def test_a_level_set_by_the_user_is_respected(listen: Listen, past: list[Any]) -> None:
     seen = listen()
     logging.getLogger("forq").setLevel(logging.ERROR)
     try:
@@ -302,7 +305,7 @@ def test_a_level_that_a_user_has_set_is_respected(listen: Listen, past: list[Any
     assert past == []
 
 
-def test_fields_of_a_user_s_record_factory_stay(listen: Listen, past: list[Any]) -> None:
+def test_fields_of_a_custom_record_factory_are_kept(listen: Listen, past: list[Any]) -> None:
     usual = logging.getLogRecordFactory()
 
     def mine(*given: Any, **named: Any) -> logging.LogRecord:
@@ -319,7 +322,7 @@ def test_fields_of_a_user_s_record_factory_stay(listen: Listen, past: list[Any])
     assert (seen.records[0].__dict__["queue"], past) == ("mine", [])
 
 
-def test_what_is_told_before_redis_answers_is_told_again_without_its_exception(listen: Listen) -> None:
+def test_a_failure_logged_before_redis_answers_is_logged_again_without_its_exception(listen: Listen) -> None:
     seen, log, attempt = listen(), JobLog(), failed(refuse)
     log.log_failure(attempt, "outcome is decided when Redis is back")
     log.log_failure(attempt, OVER)
@@ -329,7 +332,7 @@ def test_what_is_told_before_redis_answers_is_told_again_without_its_exception(l
     assert second.getMessage().startswith("job failed: attempt 4 of 4, failed for good ")
 
 
-def test_a_settle_whose_answer_was_lost_is_told_once(listen: Listen) -> None:
+def test_a_settled_failure_with_a_lost_reply_is_logged_once(listen: Listen) -> None:
     seen, log, attempt = listen(), JobLog(), failed(refuse)
     log.log_failure(attempt, "outcome is decided when Redis is back")
     log.log_failure(attempt, Fate("refused", 0, 0, 0))

@@ -1,4 +1,4 @@
-"""The worker's loop against a scripted broker: what it publishes, settles and drops, step by step."""
+"""The loop of a worker against a scripted broker: what it publishes, settles and drops, step by step."""
 
 import gc
 import logging
@@ -54,7 +54,7 @@ class Call:
 
 @dataclass
 class ScriptedConsumer:
-    """Answers turns from a list; an exception in it is raised."""
+    """Answers turns from a list; exceptions in the list are raised."""
 
     answers: Iterator[Turn | Exception]
     calls: list[Call] = field(default_factory=list)
@@ -105,11 +105,11 @@ class Rig:
         self.slot: Slot = self.board.slot(self.board.take())
         self.consumer = ScriptedConsumer(iter(answers))
         self.batches: list[int] = []
-        self.said: list[dict[str, object]] = []
+        self.messages: list[dict[str, object]] = []
         self.unguarded = 0
         self.replaced: list[str] = []
-        self.grant = Grant(self._hear, self.slot.number)
-        # What the supervisor answers to a wish.
+        self.grant = Grant(self._receive, self.slot.number)
+        # The supervisor's answer to a request for units.
         self.answer = "go"
         self.loop = WorkerLoop(
             self.consumer,  # type: ignore[arg-type]
@@ -124,17 +124,17 @@ class Rig:
             clock_ns=self.clock,
         )
 
-    def _hear(self, message: dict[str, object]) -> None:
-        self.said.append(message)
+    def _receive(self, message: dict[str, object]) -> None:
+        self.messages.append(message)
         if "want" in message:
-            # Not before the grant has noted its wish: it speaks under its lock.
+            # The grant sends while it holds its lock, before it has recorded the request.
             threading.Thread(target=self.grant.receive, args=(self.answer,)).start()
 
     def _count_unguarded(self) -> None:
         self.unguarded += 1
 
     def step(self) -> None:
-        """What run() does once, without blocking."""
+        """One pass of run(), without blocking."""
         batch = self.loop._claim()
         if batch:
             self.loop._run_batch(batch)
@@ -156,7 +156,7 @@ def test_a_batch_is_run_in_order_and_settled_with_the_next_turn() -> None:
     assert (rig.slot.done, rig.word.turn, rig.word.index) == (2, 2, 0)
 
 
-def test_the_position_says_which_job_runs_and_how_many_ran_before() -> None:
+def test_the_position_contains_the_running_job_and_the_number_of_finished_ones() -> None:
     seen: list[tuple[int, int, bool]] = []
 
     def look(data: Any, job: Any) -> None:
@@ -167,17 +167,17 @@ def test_the_position_says_which_job_runs_and_how_many_ran_before() -> None:
     assert seen == [(1, 0, True), (1, 1, True), (1, 2, True)]
 
 
-def test_numbers_of_turns_never_wrap_and_the_slot_has_them_whole() -> None:
+def test_turn_numbers_never_wrap_and_the_slot_stores_them_in_full() -> None:
     seen: list[int] = []
     rig = Rig(lambda data, job: seen.append(rig.slot.read_position().turn), jobs("a"), jobs("b"))
     rig.loop._numbers._last = 2**20 - 2
     rig.step()
     rig.step()
     assert seen == [call.number for call in rig.consumer.calls] == [2**20 - 1, 2**20]
-    assert rig.word.turn == 0, "the word has the low bits only"
+    assert rig.word.turn == 0, "the position has only the low bits"
 
 
-def test_a_failed_job_is_settled_before_the_next_one_starts_and_never_looks_finished() -> None:
+def test_a_failed_job_is_settled_before_the_next_one_starts() -> None:
     ran: list[str] = []
 
     def fail_on_b(data: Any, job: Any) -> None:
@@ -195,7 +195,7 @@ def test_a_failed_job_is_settled_before_the_next_one_starts_and_never_looks_fini
     assert positions[1] == (1, True)
 
 
-def test_after_a_slow_job_it_asks_before_it_starts_another() -> None:
+def test_after_a_slow_job_a_turn_confirms_the_rest_of_the_batch() -> None:
     def slow_on_a(data: Any, job: Any) -> None:
         ran.append(job.id)
         if job.id == "a":
@@ -209,7 +209,7 @@ def test_after_a_slow_job_it_asks_before_it_starts_another() -> None:
     assert (rig.word.turn, rig.word.index) == (2, 2)
 
 
-def test_what_was_given_to_others_meanwhile_is_not_started() -> None:
+def test_rescued_jobs_are_not_started() -> None:
     def slow(data: Any, job: Any) -> None:
         ran.append(job.id)
         rig.clock.ns += SLOW_JOB_NS + 1
@@ -223,8 +223,8 @@ def test_what_was_given_to_others_meanwhile_is_not_started() -> None:
 
 @pytest.mark.fault("reply lost")
 @pytest.mark.parametrize("losses", [1, 2, 3])
-def test_after_lost_replies_it_keeps_nothing_and_settles_the_same_again(losses: int) -> None:
-    """The first of the repeated calls that arrived has given the rest away; a later answer must not hide that."""
+def test_after_a_lost_reply_the_same_jobs_are_settled_again_and_none_is_kept(losses: int) -> None:
+    """The first repeated call that arrived returned the rest of the batch; a later answer must not hide that."""
 
     def slow(data: Any, job: Any) -> None:
         ran.append(job.id)
@@ -241,7 +241,7 @@ def test_after_lost_replies_it_keeps_nothing_and_settles_the_same_again(losses: 
     assert len({call.number for call in repeated}) == losses + 1
 
 
-def test_quick_jobs_are_taken_ahead_and_slow_ones_never() -> None:
+def test_quick_jobs_are_claimed_in_batches_and_slow_jobs_one_by_one() -> None:
     wants: list[int] = []
 
     def handle(data: Any, job: Any) -> None:
@@ -261,8 +261,8 @@ def test_quick_jobs_are_taken_ahead_and_slow_ones_never() -> None:
     assert rig.loop._want == 1
 
 
-def test_slow_jobs_among_quick_ones_make_batches_small_and_quick_ones_make_them_large_again() -> None:
-    """The rest of a batch behind a slow job goes back: it was claimed in vain."""
+def test_slow_jobs_shrink_the_batches_and_quick_jobs_grow_them_again() -> None:
+    """The jobs of a batch behind a slow one are returned, so claiming them was wasted."""
 
     def handle(data: Any, job: Any) -> None:
         rig.clock.ns += SLOW_JOB_NS + 1 if job.id.startswith("slow") else 1000
@@ -282,8 +282,8 @@ def test_slow_jobs_among_quick_ones_make_batches_small_and_quick_ones_make_them_
     assert rig.loop._want == MAX_BATCH
 
 
-def test_a_batch_that_takes_longer_than_its_budget_is_cut_short_and_the_rest_given_back() -> None:
-    """No job is slow by itself, so nobody rescues the rest: workers beside this one would idle."""
+def test_a_batch_over_its_time_budget_returns_its_remaining_jobs() -> None:
+    """No single job is slow enough for a rescue, so other workers would be idle meanwhile."""
 
     def handle(data: Any, job: Any) -> None:
         ran.append(job.id)
@@ -301,8 +301,8 @@ def test_a_batch_that_takes_longer_than_its_budget_is_cut_short_and_the_rest_giv
     assert (claim.keep, claim.want) == (0, 1)
 
 
-def test_a_worker_that_was_stopped_for_long_before_its_first_job_runs_it_all_the_same() -> None:
-    """Else a worker on a machine that is always late would give back every batch that it claims."""
+def test_a_long_pause_before_the_first_job_of_a_batch_does_not_return_it() -> None:
+    """Otherwise a worker on a constantly overloaded machine would return every batch."""
     ran: list[str] = []
     rig = Rig(lambda data, job: ran.append(job.id), jobs("a", "b"), NOTHING)
     readings = chain([1], count(2 * MAX_BATCH_NS, 1000))
@@ -324,7 +324,7 @@ def test_a_stop_ends_the_batch_after_the_running_job() -> None:
     assert (rig.word.index, rig.word.running) == (1, False)
 
 
-def test_settlings_that_are_refused_are_one_line_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+def test_refused_settles_are_logged_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
     refused = replace(jobs("a"), refused=[b"x", b"y"])
     rig = Rig(lambda data, job: None, *[refused] * 12)
     caplog.set_level(logging.INFO, "forq")
@@ -338,15 +338,15 @@ def test_settlings_that_are_refused_are_one_line_a_minute(caplog: pytest.LogCapt
     ]
 
 
-def test_whoever_watches_is_told_of_every_batch() -> None:
+def test_the_watcher_is_notified_of_every_batch() -> None:
     rig = Rig(lambda data, job: None, jobs("a"), jobs("b", "c"))
     rig.step()
     rig.step()
     assert rig.batches == [1, 2]
 
 
-def test_settle_says_what_ran_and_claims_nothing() -> None:
-    """The retry child settles before it looks at its other queue: the position would be lost otherwise."""
+def test_settle_reports_finished_jobs_and_claims_nothing() -> None:
+    """The retry process settles before it claims from its other queue: the position would be lost otherwise."""
     rig = Rig(lambda data, job: None, jobs("a"), NOTHING)
     rig.step()
     rig.loop.settle()
@@ -359,7 +359,7 @@ def timed(timeout_ms: int, *ids: str) -> Turn:
     return jobs(*ids, limits=Limits(timeout_ms, 10, 0))
 
 
-def test_the_timeout_of_a_turn_holds_for_its_jobs_and_the_parent_is_told_once() -> None:
+def test_the_timeout_of_a_turn_applies_to_its_jobs_and_is_reported_once() -> None:
     rig = Rig(lambda data, job: None, timed(500, "a"), timed(500, "b"), timed(700, "c"), timed(0, "d"))
     rig.step()
     assert (rig.slot.timeout_ms, rig.unguarded) == (500, 1)
@@ -373,31 +373,31 @@ def test_the_timeout_of_a_turn_holds_for_its_jobs_and_the_parent_is_told_once() 
     assert (rig.slot.timeout_ms, rig.unguarded) == (0, 2)
 
 
-def test_without_capacity_it_hands_back_what_it_has_and_claims_when_told_to_go() -> None:
+def test_without_capacity_a_worker_returns_its_jobs_and_claims_after_a_grant() -> None:
     ran: list[str] = []
     rig = Rig(lambda data, job: ran.append(job.id), NOTHING, jobs("a"))
     rig.answer = "wait"
     rig.consumer.on_turn = lambda: wants.append(rig.consumer.calls[-1].want) or rig.grant.receive("go")  # type: ignore[func-returns-value]
     wants: list[int] = []
     assert rig.loop.serve_batch()
-    assert wants == [0, 1], "the first turn only gives back"
+    assert wants == [0, 1], "the first turn only returns jobs"
     assert ran == ["a"]
-    assert rig.said == [{"want": rig.slot.number, "units": 10, "priority": 0}]
+    assert rig.messages == [{"want": rig.slot.number, "units": 10, "priority": 0}]
 
 
-def test_a_worker_that_is_asked_to_yield_settles_and_gives_back_before_the_next_claim() -> None:
+def test_a_worker_that_must_yield_settles_and_returns_its_jobs_before_the_next_claim() -> None:
     rig = Rig(lambda data, job: rig.grant.receive("yield"), jobs("a"), NOTHING)
     assert rig.loop.serve_batch()
     assert rig.consumer.calls[1].done[::3] == [b"a"]
     assert rig.consumer.calls[1].want == 0
-    assert rig.said[-1] == {"done": rig.slot.number}
+    assert rig.messages[-1] == {"done": rig.slot.number}
 
 
-def test_what_a_wait_has_claimed_is_run_without_another_turn() -> None:
+def test_a_job_claimed_by_a_blocking_wait_runs_without_another_turn() -> None:
     ran: list[str] = []
     rig = Rig(lambda data, job: ran.append(job.id), NOTHING, NOTHING, jobs("a"), NOTHING)
     assert not rig.loop.serve_batch()
-    # The first wait ends because its time is up.
+    # The first wait times out.
     rig.loop.wait_for_work()
     assert (len(rig.consumer.calls), rig.slot.state) == (3, State.IDLE)
     assert rig.loop.serve_batch()
@@ -406,7 +406,7 @@ def test_what_a_wait_has_claimed_is_run_without_another_turn() -> None:
     assert rig.consumer.calls[3].done[::3] == [b"a"]
 
 
-def test_what_a_wait_has_claimed_goes_back_if_the_capacity_is_gone() -> None:
+def test_a_job_claimed_by_a_blocking_wait_is_returned_without_capacity() -> None:
     ran: list[str] = []
     rig = Rig(lambda data, job: ran.append(job.id), NOTHING, jobs("a"), NOTHING, jobs("a", fence="8"))
     assert not rig.loop.serve_batch()
@@ -416,7 +416,7 @@ def test_what_a_wait_has_claimed_goes_back_if_the_capacity_is_gone() -> None:
     wants: list[int] = []
     rig.consumer.on_turn = lambda: wants.append(rig.consumer.calls[-1].want) or rig.grant.receive("go")  # type: ignore[func-returns-value]
     assert rig.loop.serve_batch()
-    assert wants == [0, 1], "it gives back, and claims when it may"
+    assert wants == [0, 1], "it returns jobs, and claims when it may"
     assert ran == ["a"]
 
 
@@ -440,7 +440,7 @@ def test_a_wait_without_a_turn_is_followed_by_one() -> None:
 @pytest.mark.parametrize(
     ("turn", "state"), [(replace(NOTHING, paused=True), State.PARKED), (replace(NOTHING, limited=True), State.LIMITED)]
 )
-def test_a_worker_that_may_not_claim_after_a_wait_does_not_run(turn: Turn, state: State) -> None:
+def test_a_worker_that_may_not_claim_after_a_wait_runs_nothing(turn: Turn, state: State) -> None:
     rig = Rig(lambda data, job: None, NOTHING, turn)
     assert not rig.loop.serve_batch()
     rig.loop.wait_for_work()
@@ -448,7 +448,7 @@ def test_a_worker_that_may_not_claim_after_a_wait_does_not_run(turn: Turn, state
     assert rig.loop._parked is state
 
 
-def test_after_max_jobs_it_claims_no_more_and_says_so_once() -> None:
+def test_after_max_jobs_a_worker_stops_claiming_and_reports_it_once() -> None:
     rig = Rig(lambda data, job: None, jobs("a", "b"), jobs("c"), NOTHING, NOTHING, max_jobs=3)
     rig.loop._want = MAX_BATCH
     rig.step()
@@ -462,7 +462,7 @@ def test_after_max_jobs_it_claims_no_more_and_says_so_once() -> None:
 KEEPS = Limits(timeout_ms=0, size=10, priority=0, max_result_bytes=MAX_RESULTS_BYTES)
 
 
-def test_results_go_with_the_turn_by_the_number_of_their_job() -> None:
+def test_results_are_sent_with_the_turn_by_job_number() -> None:
     def fail_on_b(data: Any, job: Any) -> str:
         if job.id == "b":
             raise ValueError("no")
@@ -476,7 +476,7 @@ def test_results_go_with_the_turn_by_the_number_of_their_job() -> None:
     assert (second.done[::3], second.results) == ([b"c", b"d"], [1, b'"of c"', 2, b'"of d"'])
 
 
-def test_results_that_nobody_keeps_are_not_even_encoded() -> None:
+def test_results_are_not_encoded_if_the_queue_keeps_none() -> None:
     rig = Rig(lambda data, job: object(), jobs("a"), jobs("b", limits=KEEPS), NOTHING)
     rig.step()
     rig.step()
@@ -494,7 +494,7 @@ def test_results_are_sent_again_after_a_lost_reply() -> None:
     assert rig.consumer.calls[3].results == []
 
 
-def test_with_too_much_in_hand_it_takes_a_turn_before_the_next_job() -> None:
+def test_large_results_cause_a_turn_before_the_next_job() -> None:
     large = "x" * (MAX_RESULTS_BYTES // 2)
     rig = Rig(lambda data, job: large, jobs("a", "b", "c", limits=KEEPS), jobs(limits=KEEPS, fence=""), NOTHING)
     rig.step()
@@ -504,7 +504,7 @@ def test_with_too_much_in_hand_it_takes_a_turn_before_the_next_job() -> None:
     assert rig.consumer.calls[2].done[::3] == [b"c"]
 
 
-def test_a_worker_that_leaves_gives_its_results() -> None:
+def test_a_worker_that_stops_sends_its_results() -> None:
     rig = Rig(lambda data, job: 5, jobs("a", limits=KEEPS), NOTHING)
     rig.step()
     rig.consumer.leave = rig.consumer.close = lambda *_: None  # type: ignore[attr-defined]
@@ -513,8 +513,8 @@ def test_a_worker_that_leaves_gives_its_results() -> None:
 
 
 @pytest.mark.parametrize("held", [True, False])
-def test_a_batch_that_is_being_taken_away_is_not_begun_before_a_turn_says_whose_it_is(held: bool) -> None:
-    """The mark is written after the answer was read, and before the first position is published."""
+def test_a_batch_marked_for_rescue_starts_only_after_a_turn_confirms_it(held: bool) -> None:
+    """The mark is written after the reply is read and before the first position is published."""
     ran: list[str] = []
     rig = Rig(lambda data, job: ran.append(job.id), jobs("a", "b"), replace(NOTHING, held=held), NOTHING)
     seen: list[PositionParts] = []
@@ -522,11 +522,11 @@ def test_a_batch_that_is_being_taken_away_is_not_begun_before_a_turn_says_whose_
     rig.consumer.on_turn = lambda: seen.append(rig.word)
     rig.step()
     assert (rig.consumer.calls[1].keep, rig.consumer.calls[1].want, rig.consumer.calls[1].done) == (2, 0, [])
-    assert not seen[1].running, "nothing runs while it asks"
+    assert not seen[1].running, "nothing runs before the reply"
     assert ran == (["a", "b"] if held else [])
 
 
-def test_a_mark_on_an_earlier_turn_concerns_nobody() -> None:
+def test_a_rescue_mark_of_an_earlier_turn_is_ignored() -> None:
     ran: list[str] = []
     rig = Rig(lambda data, job: ran.append(job.id), jobs("a"), jobs("b"), NOTHING)
     rig.step()
@@ -535,8 +535,8 @@ def test_a_mark_on_an_earlier_turn_concerns_nobody() -> None:
     assert (ran, len(rig.consumer.calls)) == (["a", "b"], 2)
 
 
-def test_the_mark_is_read_after_the_position_is_published() -> None:
-    """Else neither the worker nor the one who takes its batch away would see what the other does."""
+def test_the_rescue_mark_is_read_after_the_position_is_published() -> None:
+    """Otherwise the worker and the rescue could each miss what the other does."""
     order: list[str] = []
     rig = Rig(lambda data, job: None, jobs("a"), NOTHING)
     words = rig.slot.words
@@ -557,7 +557,7 @@ def test_the_mark_is_read_after_the_position_is_published() -> None:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine the thread that logs may take long to begin."""
+    """On a busy machine, the logging thread may take long to start."""
     monkeypatch.setattr(job_log, "WRITE_WAIT_SECONDS", 30.0)
 
 
@@ -565,7 +565,7 @@ def failing(turn: Turn, *fates: Fate) -> Turn:
     return replace(turn, fates=fates)
 
 
-def test_a_failure_is_told_when_it_is_known_what_follows(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_logged_once_its_next_step_is_known(caplog: pytest.LogCaptureFixture) -> None:
     def fail(data: Any, job: Any) -> None:
         raise ValueError("no good")
 
@@ -579,7 +579,7 @@ def test_a_failure_is_told_when_it_is_known_what_follows(caplog: pytest.LogCaptu
     assert caplog.messages == [line]
 
 
-def test_a_failure_while_redis_is_gone_is_told_at_once_and_its_fate_later(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_during_a_redis_outage_is_logged_at_once_and_its_fate_later(caplog: pytest.LogCaptureFixture) -> None:
     def fail(data: Any, job: Any) -> None:
         raise ValueError("no good")
 
@@ -587,11 +587,11 @@ def test_a_failure_while_redis_is_gone_is_told_at_once_and_its_fate_later(caplog
     rig = Rig(fail, jobs("a"), *gone, failing(NOTHING, Fate("dead", 0, 4, 4)))
     rig.step()
     rig.step()
-    told = [(record.levelname, record.exc_info is not None) for record in caplog.records if "job=a" in record.message]
-    assert told == [("WARNING", True), ("ERROR", False)]
+    logged = [(record.levelname, record.exc_info is not None) for record in caplog.records if "job=a" in record.message]
+    assert logged == [("WARNING", True), ("ERROR", False)]
 
 
-def test_a_failure_of_a_worker_that_is_fenced_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_of_a_fenced_worker_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     def fail(data: Any, job: Any) -> None:
         raise ValueError("no good")
 
@@ -602,8 +602,8 @@ def test_a_failure_of_a_worker_that_is_fenced_is_told(caplog: pytest.LogCaptureF
     assert caplog.messages == ["job failed: outcome unknown: evicted queue=q job=a error=ValueError: no good"]
 
 
-def test_the_variables_of_a_failed_handler_are_free_once_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the garbage collector, which may come late: a handler may hold much."""
+def test_the_variables_of_a_failed_handler_are_freed_after_logging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the garbage collector, which may run late: a handler may hold much memory."""
 
     class Large:
         pass
@@ -628,7 +628,7 @@ def test_the_variables_of_a_failed_handler_are_free_once_it_is_told(monkeypatch:
         gc.enable()
 
 
-def test_results_that_cannot_be_kept_are_one_line_a_second(caplog: pytest.LogCaptureFixture) -> None:
+def test_results_that_cannot_be_kept_are_logged_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
     keeping = replace(LIMITS, max_result_bytes=100)
     batches = [jobs("a", limits=keeping), jobs("b", "c", limits=keeping), jobs("d", limits=keeping)]
     rig = Rig(lambda data, job: {"order": {job.id}}, NOTHING, *batches, NOTHING)

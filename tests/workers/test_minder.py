@@ -1,4 +1,4 @@
-"""The minder, step by step: no thread, no fork, a clock that the test sets."""
+"""The minder, step by step: without threads and forks, with a fake clock."""
 
 import os
 import signal
@@ -45,7 +45,7 @@ class FakeRecycling:
 
 
 class FakeLink:
-    """Stands for the minder's connection to Redis."""
+    """Replaces the minder's connection to Redis."""
 
     calls: list[tuple[Any, ...]]
     opened: int
@@ -65,7 +65,7 @@ class FakeLink:
 
 
 class Rig:
-    """A minder of two workers that are idle, the supervisor's end of its leash, and its clock."""
+    """A minder of two idle workers, the supervisor's end of its leash, and its clock."""
 
     def __init__(self, titles: str = "full") -> None:
         self.supervisor, self.leash = socket.socketpair()
@@ -91,7 +91,7 @@ class Rig:
         self.minder.watch(self.loops, self.grants, self.recycling)  # type: ignore[arg-type]
 
     def receive(self, data: bytes) -> None:
-        """The supervisor sends this, and the minder reads it."""
+        """Sends a message from the supervisor and lets the minder read it."""
         self.supervisor.sendall(data)
         self.minder._read_leash()
 
@@ -156,7 +156,7 @@ def test_a_message_reaches_the_grant_of_the_worker_it_names(rig: Rig, monkeypatc
     assert second.acquire(10, 0)
 
 
-def test_messages_may_come_together_and_in_pieces(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_may_be_joined_or_split(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("forq.workers.grant.ANSWER_SECONDS", 0.0)
     rig.watch()
     for grant in rig.grants.values():
@@ -167,25 +167,25 @@ def test_messages_may_come_together_and_in_pieces(rig: Rig, monkeypatch: pytest.
     assert all(grant.acquire(10, 0) for grant in rig.grants.values())
 
 
-def test_a_ping_is_answered_by_the_beat_and_reaches_no_grant(rig: Rig) -> None:
+def test_a_ping_is_answered_with_a_beat_and_reaches_no_grant(rig: Rig) -> None:
     rig.watch()
     rig.receive(b'{"ping":0}\n')
     rig.minder.tick()
     assert [loop.slot.beat_ns for loop in rig.loops] == [rig.now_ns] * 2
 
 
-def test_a_held_process_begins_when_it_is_told_to(rig: Rig) -> None:
+def test_a_held_process_starts_after_begin(rig: Rig) -> None:
     rig.receive(b'{"begin":0}\n')
     assert rig.minder.wait_to_begin()
     assert rig.minder._begin_lock.locked(), "it waited for the lock"
 
 
-def test_a_second_begin_does_no_harm(rig: Rig) -> None:
+def test_a_second_begin_has_no_effect(rig: Rig) -> None:
     rig.receive(b'{"begin":0}\n{"begin":0}\n')
     assert rig.minder.wait_to_begin()
 
 
-def test_a_held_process_that_is_stopped_does_not_begin(rig: Rig) -> None:
+def test_a_held_process_that_is_stopped_does_not_start(rig: Rig) -> None:
     rig.signal(signal.SIGTERM)
     assert not rig.minder.wait_to_begin()
 
@@ -202,20 +202,20 @@ def test_other_signals_stop_nothing(rig: Rig) -> None:
     assert not any(loop.stopping for loop in rig.loops)
 
 
-def test_a_sigterm_before_there_are_workers_stops_them_when_they_come(rig: Rig) -> None:
+def test_a_sigterm_before_the_workers_exist_stops_them_later(rig: Rig) -> None:
     rig.signal(signal.SIGTERM)
     rig.watch()
     assert all(loop.stopping for loop in rig.loops)
 
 
-def test_when_the_supervisor_is_gone_the_tree_is_killed_and_then_the_process_exits(rig: Rig, exits: list[str]) -> None:
+def test_when_the_supervisor_is_gone_the_process_kills_its_tree_and_exits(rig: Rig, exits: list[str]) -> None:
     rig.supervisor.close()
     with pytest.raises(Exited):
         rig.minder._handle_event(rig.leash.fileno())
     assert exits == [f"kill below {os.getpid()}", "exit 1"]
 
 
-def test_a_broken_leash_is_a_supervisor_that_is_gone(rig: Rig, exits: list[str]) -> None:
+def test_a_broken_leash_means_that_the_supervisor_is_gone(rig: Rig, exits: list[str]) -> None:
     class BrokenSocket:
         def recv(self, size: int) -> bytes:
             raise ConnectionResetError
@@ -226,7 +226,7 @@ def test_a_broken_leash_is_a_supervisor_that_is_gone(rig: Rig, exits: list[str])
     assert len(exits) == 2
 
 
-def test_slots_show_the_thread_of_the_minder_before_and_with_the_beat(rig: Rig) -> None:
+def test_slots_contain_the_thread_of_the_minder_before_and_after_a_beat(rig: Rig) -> None:
     rig.minder._thread = 77
     rig.watch()
     assert [loop.slot.minder for loop in rig.loops] == [77, 77]
@@ -242,7 +242,7 @@ def test_without_workers_a_beat_does_nothing(rig: Rig, titles: list[str]) -> Non
     assert rig.minder._poll_timeout_ms() == BEAT_SECONDS * 1000
 
 
-def test_it_falls_asleep_some_beats_after_the_last_job(rig: Rig) -> None:
+def test_the_minder_sleeps_some_beats_after_the_last_job(rig: Rig) -> None:
     rig.watch()
     rig.loops[1].slot.state = State.BUSY
     for _ in range(5):
@@ -262,7 +262,7 @@ def asleep(rig: Rig) -> None:
     assert rig.minder._poll_timeout_ms() is None
 
 
-def test_a_worker_wakes_it_once(rig: Rig) -> None:
+def test_a_worker_wakes_the_minder_once(rig: Rig) -> None:
     rig.watch()
     rig.minder.wake()
     with pytest.raises(BlockingIOError):
@@ -274,7 +274,7 @@ def test_a_worker_wakes_it_once(rig: Rig) -> None:
     assert rig.minder._poll_timeout_ms() == BEAT_SECONDS * 1000
 
 
-def test_once_woken_it_stays_awake_for_some_beats(rig: Rig) -> None:
+def test_a_woken_minder_stays_awake_for_some_beats(rig: Rig) -> None:
     rig.watch()
     asleep(rig)
     rig.minder.wake()
@@ -286,7 +286,7 @@ def test_once_woken_it_stays_awake_for_some_beats(rig: Rig) -> None:
         os.eventfd_read(rig.minder._wake_fd)
 
 
-def test_a_worker_that_becomes_busy_while_it_falls_asleep_keeps_it_awake(
+def test_a_job_that_starts_while_the_minder_falls_asleep_keeps_it_awake(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rig.watch()
@@ -297,13 +297,13 @@ def test_a_worker_that_becomes_busy_while_it_falls_asleep_keeps_it_awake(
         rig.loops[0].slot.state = State.BUSY
         rig.minder.wake()
 
-    # After the beat has looked for busy workers, before it sets `_asleep`.
+    # After the beat has checked for busy workers, before it sets `_asleep`.
     monkeypatch.setattr(module, "setproctitle", begin_a_job)
     rig.minder.tick()
     assert rig.minder._poll_timeout_ms() == BEAT_SECONDS * 1000
 
 
-def test_recycling_is_checked_with_each_beat_while_a_job_runs(rig: Rig) -> None:
+def test_each_beat_checks_recycling_while_a_job_runs(rig: Rig) -> None:
     rig.watch()
     rig.minder.tick()
     assert rig.recycling.checks == 0
@@ -313,11 +313,11 @@ def test_recycling_is_checked_with_each_beat_while_a_job_runs(rig: Rig) -> None:
     assert rig.recycling.checks == 2
 
 
-def test_only_workers_that_are_to_stop_and_are_blocked_are_unblocked(rig: Rig, redis: type[FakeLink]) -> None:
+def test_only_blocked_workers_that_must_stop_are_unblocked(rig: Rig, redis: type[FakeLink]) -> None:
     rig.watch()
     rig.loops[1].blocked = 42
     rig.minder.tick()
-    assert redis.opened == 0, "it is to serve"
+    assert redis.opened == 0, "it must not stop"
     rig.signal(signal.SIGTERM)
     rig.minder.tick()
     assert redis.calls == [("CLIENT", "UNBLOCK", 42, "forq:{q}")]
@@ -326,7 +326,7 @@ def test_only_workers_that_are_to_stop_and_are_blocked_are_unblocked(rig: Rig, r
     assert (redis.opened, redis.closed) == (1, 1)
 
 
-def test_unblocking_is_tried_again_less_and_less_often(
+def test_unblocking_is_retried_at_growing_intervals(
     rig: Rig, redis: type[FakeLink], caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.watch()
@@ -388,7 +388,7 @@ def test_the_title_of_several_workers_counts_the_busy_ones(rig: Rig, titles: lis
     assert titles == ["forq: q 1/2 busy 5 done"]
 
 
-def test_a_loop_may_have_a_title_of_its_own(rig: Rig, titles: list[str]) -> None:
+def test_a_loop_may_set_its_own_title(rig: Rig, titles: list[str]) -> None:
     rig.loops[0].text = "on request"
     rig.watch(workers=1)
     rig.minder.update_title()
@@ -399,7 +399,7 @@ class Ended(BaseException):
     """Ends the minder's thread, which otherwise never ends."""
 
 
-def test_an_error_in_one_pass_is_logged_and_the_next_one_follows(
+def test_an_error_in_one_pass_is_logged_and_the_minder_continues(
     rig: Rig, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig.watch()
@@ -423,7 +423,7 @@ def test_an_error_in_one_pass_is_logged_and_the_next_one_follows(
     assert "minder failed name=q" in caplog.text
 
 
-def test_a_pass_reads_what_is_ready_and_then_beats(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pass_reads_ready_input_before_its_beat(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     rig.watch()
     registered: list[int] = []
 
@@ -456,7 +456,7 @@ def zombies(monkeypatch: pytest.MonkeyPatch, *pids: int) -> None:
     monkeypatch.setattr(module, "_find_zombies", lambda: set(pids))
 
 
-def test_a_zombie_is_reaped_when_it_is_seen_twice_in_a_row_without_a_job(
+def test_a_zombie_seen_twice_in_a_row_without_a_job_is_reaped(
     monkeypatch: pytest.MonkeyPatch, reaped: list[int]
 ) -> None:
     reaper = ZombieReaper()
@@ -468,9 +468,7 @@ def test_a_zombie_is_reaped_when_it_is_seen_twice_in_a_row_without_a_job(
     assert reaped == [10]
 
 
-def test_a_job_in_between_may_have_left_another_process_with_that_pid(
-    monkeypatch: pytest.MonkeyPatch, reaped: list[int]
-) -> None:
+def test_a_zombie_is_not_reaped_if_a_job_ran_in_between(monkeypatch: pytest.MonkeyPatch, reaped: list[int]) -> None:
     reaper = ZombieReaper()
     zombies(monkeypatch, 10)
     reaper.reap(idle=True)
@@ -490,7 +488,7 @@ def test_programs_of_exec_handlers_are_not_reaped(monkeypatch: pytest.MonkeyPatc
     assert reaped == [11]
 
 
-def test_a_zombie_that_a_handler_has_reaped_first_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_zombie_already_reaped_by_a_handler_is_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
     def gone(pid: int, flags: int) -> NoReturn:
         raise ChildProcessError
 

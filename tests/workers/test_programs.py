@@ -21,7 +21,7 @@ from tests.workers.exec_attempts import Made, failure_of, job, pid_of
 pytestmark = pytest.mark.timeout(60)
 
 
-def test_what_it_writes_to_stderr_is_logged_with_the_job_and_without_one_between_jobs(
+def test_stderr_of_a_program_is_logged_with_its_job_and_without_one_between_jobs(
     tmp_path: Path, made: Made, logged: pytest.LogCaptureFixture
 ) -> None:
     gate = tmp_path / "gate"
@@ -35,7 +35,7 @@ return False
     handler = made(python_program(tmp_path, act))
     handler(1, job("j1"))
     gate.touch()
-    wait_until(lambda: "text=last" in logged.text, what="all was read")
+    wait_until(lambda: "text=last" in logged.text, what="all output is logged")
     handler(1, job("j2"))
     lines = [record.getMessage() for record in logged.records if "program wrote" in record.getMessage()]
     assert lines[:5] == [
@@ -61,7 +61,7 @@ def test_a_flood_on_stderr_neither_blocks_the_program_nor_fills_the_log(
         assert "lines_dropped=" in logged.text
 
 
-def test_several_programs_are_ended_together_with_end_of_file_then_term_then_kill(tmp_path: Path) -> None:
+def test_programs_are_ended_together_by_eof_then_term_then_kill(tmp_path: Path) -> None:
     deaf = 'signal.signal(signal.SIGTERM, lambda *_: open(payload["data"], "w").close())\ntime.sleep(60)\n'
     act = 'if data is None: return True\nsay("job_finished", uuid=payload["uuid"])\n' + deaf
     line = python_program(tmp_path, act)
@@ -78,19 +78,19 @@ def test_several_programs_are_ended_together_with_end_of_file_then_term_then_kil
     assert not alive(pids)
 
 
-def test_a_program_that_kills_its_group_hits_itself_only(tmp_path: Path) -> None:
+def test_a_program_that_kills_its_process_group_kills_only_itself(tmp_path: Path) -> None:
     handler = ExecOnceHandler(read_program(shell(tmp_path, "kill -9 0")))
     assert failure_of(handler)["name"] == "ExitSignal"
 
 
-def test_a_program_is_in_the_memory_that_recycling_looks_at(tmp_path: Path, made: Made) -> None:
+def test_the_memory_of_programs_counts_for_recycling(tmp_path: Path, made: Made) -> None:
     handler = made(python_program(tmp_path, "global kept; kept = bytearray(os.urandom(1 << 20) * 30)"))
     handler(1, job())
     assert programs_memory_bytes() > 30 << 20
 
 
-def test_the_reaper_of_strangers_leaves_programs_alone(tmp_path: Path) -> None:
-    """An exec-once program that has ended is a zombie until its worker looks, and that needs its status."""
+def test_programs_are_not_reaped_as_leftover_zombies(tmp_path: Path) -> None:
+    """An exec-once program that has ended is a zombie until its worker reads its exit status."""
     zombies = ZombieReaper()
     program = Program(read_program(shell(tmp_path, "exit 7")), job())
     wait_until(program.has_ended, what="it has ended")
@@ -100,15 +100,15 @@ def test_the_reaper_of_strangers_leaves_programs_alone(tmp_path: Path) -> None:
     program.discard()
 
 
-def test_an_event_of_an_earlier_program_does_not_keep_a_later_one_from_being_reaped(
+def test_a_stale_exit_event_does_not_prevent_reaping_a_later_program(
     tmp_path: Path, logged: pytest.LogCaptureFixture
 ) -> None:
-    """The watch may have heard of a descriptor that was closed meanwhile, and whose number the later one has."""
+    """The event may be for a descriptor that was closed since, and the later program may have its number."""
     program = Program(read_program(shell(tmp_path, "read line", once=False)), job())
     watched = PIPE_WATCHER._callbacks[program._pidfd]
-    assert watched(), "it is watched on"
+    assert watched(), "it is still watched"
     program.close_stdin()
-    wait_until(lambda: program.pid not in running_programs(), what="it is reaped while nobody needs it")
+    wait_until(lambda: program.pid not in running_programs(), what="it is reaped while idle")
     program.discard()
     assert "failed to kill a program" not in logged.text
 
@@ -128,7 +128,7 @@ def test_an_event_of_an_earlier_program_does_not_keep_a_later_one_from_being_rea
     ],
 )
 @pytest.mark.parametrize("size", [1, 1_000_000])
-def test_a_program_that_is_started_per_job_answers_with_its_status(
+def test_the_exit_status_of_an_exec_once_program_is_the_outcome(
     tmp_path: Path, source: str, expected: tuple[str, ...] | None, size: int
 ) -> None:
     handler = ExecOnceHandler(read_program(shell(tmp_path, source.replace("sleep 60", "sleep 3"))))
@@ -140,7 +140,7 @@ def test_a_program_that_is_started_per_job_answers_with_its_status(
     assert not running_programs()
 
 
-def test_a_program_that_is_started_per_job_gets_data_and_environment_and_all_it_writes_is_logged(
+def test_an_exec_once_program_gets_data_and_environment_and_its_output_is_logged(
     tmp_path: Path, logged: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORQ_REDIS", "unix:///nowhere")
@@ -154,7 +154,7 @@ def test_a_program_that_is_started_per_job_gets_data_and_environment_and_all_it_
     ]
 
 
-def test_each_worker_and_each_type_has_an_instance_of_its_own(tmp_path: Path) -> None:
+def test_each_worker_has_its_own_instance_per_type(tmp_path: Path) -> None:
     line = python_program(tmp_path, "note(str(os.getpid()))")
     spec = QueueSpec.from_mapping("q", {"handler": line, "handlers": {"a": line, "py": "os.path:join"}}, "test")
     handlers = load_handlers(spec)
@@ -172,24 +172,24 @@ def test_each_worker_and_each_type_has_an_instance_of_its_own(tmp_path: Path) ->
     assert not alive(set(pids))
 
 
-def test_handlers_in_python_are_shared_as_before() -> None:
+def test_python_handlers_are_shared_by_all_workers() -> None:
     handlers = Handlers({None: print})
     assert handlers.for_worker() is handlers
     handlers.close()
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
         (lambda path: None, "is not a file"),
         (lambda path: path.mkdir(), "is not a file"),
         (lambda path: path.write_text("x"), "is not executable"),
     ],
 )
-def test_a_program_that_cannot_be_run_is_an_error_of_the_configuration(
-    tmp_path: Path, make: Callable[[Path], None], says: str
+def test_a_program_that_cannot_be_run_is_a_config_error(
+    tmp_path: Path, make: Callable[[Path], None], message: str
 ) -> None:
     make(tmp_path / "program")
     spec = QueueSpec.from_mapping("q", {"handlers": {"t": f"exec:{tmp_path}/program x"}}, "test")
-    with pytest.raises(ConfigError, match=says):
+    with pytest.raises(ConfigError, match=message):
         load_handlers(spec)

@@ -27,7 +27,7 @@ from tests.support.drive.wait import wait_until
 
 
 class Rig:
-    """One worker by hand: its queue, its slot, its teller, and handlers that run as a loop would run them."""
+    """One worker, driven by hand: its queue, its slot, its progress sender, and handlers that run as in a loop."""
 
     def __init__(self, queue: OneQueue) -> None:
         self.queue = queue
@@ -35,11 +35,11 @@ class Rig:
         board = Scoreboard.create(2)
         self.slot: Slot = board.slot(board.take())
         self.slot.worker = self.worker.name
-        self.teller = ProgressSender(queue.url, DEFAULT_PREFIX)
-        self.reporter = self.teller.reporter(self.slot, queue.name)
+        self.sender = ProgressSender(queue.url, DEFAULT_PREFIX)
+        self.reporter = self.sender.reporter(self.slot, queue.name)
 
     def run(self, handler: Handler, job_id: str = "a") -> Any:
-        """Claims the job, calls the handler, and settles nothing. What the handler raised."""
+        """Claims the job and calls the handler, without settling; returns the exception that the handler raised."""
         self.queue.enqueue(job_id)
         ((claimed, record),) = self._claim()
         self.slot.job, self.slot.state = claimed, State.BUSY
@@ -69,7 +69,7 @@ def test_a_fraction_is_a_number_from_0_to_1(fraction: Any) -> None:
 
 
 @pytest.mark.parametrize(("fraction", "read"), [(0, 0.0), (1, 1.0), (0.25, 0.25), (True, 1.0), (Fraction(1, 4), 0.25)])
-def test_what_can_be_compared_with_0_and_1_is_a_number(fraction: Any, read: float) -> None:
+def test_any_value_comparable_with_0_and_1_is_a_valid_fraction(fraction: Any, read: float) -> None:
     assert check_progress(fraction) == (read, "")
 
 
@@ -83,26 +83,26 @@ def test_what_can_be_compared_with_0_and_1_is_a_number(fraction: Any, read: floa
         ("\u2028\u202e\ud800", "   "),
     ],
 )
-def test_a_text_is_one_line_of_200_characters_that_no_terminal_obeys(given: str, kept: str) -> None:
+def test_a_progress_text_is_one_line_of_200_characters_without_control_codes(given: str, kept: str) -> None:
     assert check_progress(0.5, given) == (0.5, kept)
     with pytest.raises(InvalidData, match="text"):
         check_progress(0.5, given.encode("utf-8", "replace"))
 
 
-def test_what_is_not_done_is_never_shown_as_100_percent() -> None:
+def test_an_incomplete_fraction_is_never_shown_as_100_percent() -> None:
     assert show_progress(0.29, "") == "29%"
     assert show_progress(0.9999, "nearly") == "99% nearly"
     assert show_progress(1.0, "all") == "100% all"
 
 
-def test_a_job_outside_a_worker_checks_and_says_nothing() -> None:
+def test_progress_outside_a_worker_is_checked_but_not_reported() -> None:
     job = Job("q", "a", "a", None, 5, 0.0, 7)
     job.progress(0.5, "to nobody")
     with pytest.raises(InvalidData):
         job.progress(2)
 
 
-def test_what_a_handler_says_is_in_its_slot_at_once_and_in_redis_soon(rig: Rig) -> None:
+def test_progress_is_in_the_slot_at_once_and_in_redis_soon(rig: Rig) -> None:
     seen: list[Any] = []
 
     def handle(data: Any, job: Job) -> None:
@@ -120,7 +120,7 @@ def test_a_wrong_fraction_fails_the_attempt(rig: Rig) -> None:
     assert rig.slot.progress() is None
 
 
-def test_a_coroutine_and_its_threads_can_tell(rig: Rig) -> None:
+def test_coroutines_and_their_threads_can_report_progress(rig: Rig) -> None:
     async def handle(data: Any, job: Job) -> None:
         job.progress(0.1, "in the loop")
         await asyncio.to_thread(job.progress, 0.2, "in a thread")
@@ -129,7 +129,7 @@ def test_a_coroutine_and_its_threads_can_tell(rig: Rig) -> None:
     assert rig.run(handle) is None
 
 
-def test_of_a_burst_redis_hears_ten_per_second_and_the_last_one(rig: Rig) -> None:
+def test_a_burst_sends_ten_reports_per_second_and_the_last_one(rig: Rig) -> None:
     subscription = Subscription(rig.queue.url, progress_channels(DEFAULT_PREFIX, 0), name="subscription")
     subscription.connect()
     took: list[float] = []
@@ -144,13 +144,13 @@ def test_of_a_burst_redis_hears_ten_per_second_and_the_last_one(rig: Rig) -> Non
         took.append(time.monotonic() - began)
 
     assert rig.run(handle) is None
-    heard = len(subscription.receive())
-    print(f"{heard} messages in {took[0]:.2f} s")
-    assert 2 <= heard <= took[0] / MIN_INTERVAL_SECONDS + 2
+    received = len(subscription.receive())
+    print(f"{received} messages in {took[0]:.2f} s")
+    assert 2 <= received <= took[0] / MIN_INTERVAL_SECONDS + 2
     subscription.close()
 
 
-def test_a_report_of_a_job_that_is_over_touches_neither_the_next_one_nor_redis(rig: Rig) -> None:
+def test_a_report_after_the_end_of_a_job_has_no_effect(rig: Rig) -> None:
     jobs: list[Job] = []
     rig.run(lambda data, job: jobs.append(job))
     rig.worker.turn(done="a")
@@ -164,14 +164,14 @@ def test_a_report_of_a_job_that_is_over_touches_neither_the_next_one_nor_redis(r
     assert rig.run(second, "b") is None
 
 
-def test_a_slot_shows_no_progress_of_a_job_that_is_over(rig: Rig) -> None:
+def test_a_slot_shows_no_progress_of_a_finished_job(rig: Rig) -> None:
     rig.run(lambda data, job: job.progress(0.5, "half"))
     assert rig.slot.progress() == (0.5, "half")
     rig.slot.words[POSITION] = pack_position(time.monotonic_ns(), 99, 0, True)
     assert rig.slot.progress() is None
 
 
-def test_while_redis_is_away_a_handler_notices_nothing_and_the_latest_is_told_afterwards(
+def test_a_redis_outage_does_not_block_the_handler_and_the_latest_report_is_sent_afterwards(
     server: Server, redis_url: str
 ) -> None:
     with one_queue(redis_url) as queue:
@@ -186,18 +186,18 @@ def test_while_redis_is_away_a_handler_notices_nothing_and_the_latest_is_told_af
             job.progress(number / 1000, "away")
         assert time.monotonic() - began < 1.0
         assert rig.slot.progress() == (0.999, "away")
-        wait_until(lambda: rig.teller._redis_lost)
+        wait_until(lambda: rig.sender._redis_lost)
         server.start()
-        # Without its data, since it keeps none: whoever runs the job comes back with the queue.
+        # The server keeps no data: the queue and its running job are restored by hand.
         again = OneQueue(redis_url)
         again.enqueue("a")
         again.redis.hset(again.key("active"), "a", owner)
-        wait_until(lambda: again.inspector.job("a")["progress"], what="the latest is told")
+        wait_until(lambda: again.inspector.job("a")["progress"], what="the latest report is in Redis")
         assert again.inspector.job("a")["progress"]["text"] == "away"
         again.close()
 
 
-def test_a_deleted_queue_ends_nothing_and_the_next_report_is_tried(rig: Rig) -> None:
+def test_a_report_for_a_deleted_queue_does_no_harm(rig: Rig) -> None:
     def handle(data: Any, job: Job) -> None:
         rig.queue.registry.delete("q", force=True)
         job.progress(0.1)
@@ -208,7 +208,7 @@ def test_a_deleted_queue_ends_nothing_and_the_next_report_is_tried(rig: Rig) -> 
     assert rig.run(handle) is None
 
 
-def test_no_thread_runs_before_the_first_report(rig: Rig) -> None:
+def test_the_reporting_thread_starts_with_the_first_report(rig: Rig) -> None:
     def threads() -> int:
         return sum(thread.name == "progress" for thread in threading.enumerate())
 
@@ -225,7 +225,7 @@ def test_no_thread_runs_before_the_first_report(rig: Rig) -> None:
     assert threads() == before + 1
 
 
-def test_a_forked_process_and_a_pickled_job_say_nothing(rig: Rig) -> None:
+def test_a_forked_process_and_a_pickled_job_report_nothing(rig: Rig) -> None:
     def handle(data: Any, job: Job) -> None:
         job.progress(0.5, "parent")
         pid = os.fork()

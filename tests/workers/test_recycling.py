@@ -1,4 +1,4 @@
-"""When a process is replaced: after how many jobs, at what age, at what size."""
+"""When a process is replaced: after max_jobs, at max_age or max_memory."""
 
 import mmap
 
@@ -23,7 +23,7 @@ def make(slots: list[Slot], now: float = 0.0, **options: float) -> tuple[Recycli
     return Recycling({**defaults(), **options}, slots, reasons.append, now=lambda: clock[0]), reasons, clock
 
 
-def test_without_options_a_process_lives_for_ever(slots: list[Slot]) -> None:
+def test_without_options_a_process_is_never_replaced(slots: list[Slot]) -> None:
     endless, reasons, clock = make(slots)
     slots[0].done = 10**9
     clock[0] = 1e9
@@ -32,9 +32,9 @@ def test_without_options_a_process_lives_for_ever(slots: list[Slot]) -> None:
     assert reasons == []
 
 
-def test_max_jobs_counts_the_jobs_of_all_workers_and_what_is_not_settled_yet(slots: list[Slot]) -> None:
+def test_max_jobs_counts_settled_and_unsettled_jobs_of_all_workers(slots: list[Slot]) -> None:
     limited, reasons, _ = make(slots, max_jobs=10)
-    assert limited.claimable(128, 0) == 5, "the other worker may take as many"
+    assert limited.claimable(128, 0) == 5, "the other worker may run as many"
     slots[0].done, slots[1].done = 4, 4
     assert limited.claimable(128, 1) == 1
     assert reasons == []
@@ -43,7 +43,7 @@ def test_max_jobs_counts_the_jobs_of_all_workers_and_what_is_not_settled_yet(slo
     assert reasons == ["max_jobs = 10"]
 
 
-def test_max_age_is_told_once(slots: list[Slot]) -> None:
+def test_max_age_is_reported_once(slots: list[Slot]) -> None:
     limited, reasons, clock = make(slots, max_age=60.0)
     clock[0] = 60.0
     limited.check()
@@ -54,7 +54,7 @@ def test_max_age_is_told_once(slots: list[Slot]) -> None:
     assert reasons == ["max_age = 60s"]
 
 
-def test_max_memory_is_the_process_share_of_memory(slots: list[Slot], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_max_memory_is_compared_with_the_pss_of_the_process(slots: list[Slot], monkeypatch: pytest.MonkeyPatch) -> None:
     limited, reasons, _ = make(slots, max_memory=1000)
     monkeypatch.setattr(recycling, "pss_bytes", lambda: 1000)
     limited.check()
@@ -64,9 +64,9 @@ def test_max_memory_is_the_process_share_of_memory(slots: list[Slot], monkeypatc
     assert reasons == ["max_memory = 1000, used 1001"]
 
 
-def test_the_memory_of_a_process_is_read_and_of_none_is_0() -> None:
+def test_process_memory_is_read_and_is_0_for_an_unknown_pid() -> None:
     before = pss_bytes()
-    # New pages: what the heap has free already would change nothing.
+    # New pages: memory that the heap already has would not change the size.
     with mmap.mmap(-1, 50_000_000) as ballast:
         ballast.write(b"x" * 50_000_000)
         assert pss_bytes() - before > 40_000_000

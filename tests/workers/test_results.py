@@ -18,7 +18,7 @@ RECORD = b"p5 1700000000123\n" + pack_body(1, None, None)
 def result_of(handler: Any, max_bytes: int = 100) -> bytes | None:
     attempts = AttemptRunner("q", Handlers({None: handler}))
     attempts.max_result_bytes = max_bytes
-    assert attempts.run("id1", RECORD, 9) is None, "it is done all the same"
+    assert attempts.run("id1", RECORD, 9) is None, "the job is done anyway"
     attempts.close()
     return attempts.result
 
@@ -37,7 +37,7 @@ class Shade(enum.Enum):
         ("x" * 98, b'"' + 98 * b"x" + b'"'),
     ],
 )
-def test_json_is_kept_in_one_line(value: Any, packed: bytes) -> None:
+def test_json_results_are_stored_in_one_line(value: Any, packed: bytes) -> None:
     assert result_of(lambda data, job: value) == packed
 
 
@@ -48,7 +48,7 @@ def recursive() -> list[Any]:
 
 
 class Odd(dict[str, Any]):
-    """Lies about what is in it, and leaves when it is asked."""
+    """Exits when its contents are read."""
 
     def items(self) -> Any:
         raise SystemExit("never")
@@ -82,7 +82,7 @@ class Worse(Odd):
         (type("L\noong" * 200, (), {})(), "is not JSON"),
     ],
 )
-def test_what_is_no_json_or_too_long_is_a_reason_in_one_line(value: Any, reason: str) -> None:
+def test_an_invalid_or_too_long_result_is_replaced_by_a_one_line_reason(value: Any, reason: str) -> None:
     packed = result_of(lambda data, job: value)
     assert packed is not None
     assert packed.startswith(b"!")
@@ -91,14 +91,14 @@ def test_what_is_no_json_or_too_long_is_a_reason_in_one_line(value: Any, reason:
     assert len(packed) <= 1 + MAX_REASON
 
 
-def test_what_a_coroutine_returns_is_kept_with_and_without_a_deadline() -> None:
+def test_the_result_of_a_coroutine_is_kept_with_and_without_a_deadline() -> None:
     async def handle(data: Any, job: Any) -> str:
         return "later"
 
     assert result_of(handle) == b'"later"'
 
 
-def test_the_result_of_one_attempt_is_not_taken_for_that_of_the_next() -> None:
+def test_the_result_of_one_attempt_is_not_reused_by_the_next() -> None:
     def handle(data: Any, job: Any) -> int:
         if job.id == "bad":
             raise ValueError("no")
@@ -115,7 +115,7 @@ def test_the_result_of_one_attempt_is_not_taken_for_that_of_the_next() -> None:
     assert attempts.result is None, "its queue keeps nothing"
 
 
-def test_a_forked_copy_that_comes_back_says_nothing() -> None:
+def test_a_forked_copy_that_returns_reports_no_result() -> None:
     def handle(data: Any, job: Any) -> int:
         pid = os.fork()
         if pid:
@@ -125,7 +125,7 @@ def test_a_forked_copy_that_comes_back_says_nothing() -> None:
     assert result_of(handle) == b"1"
 
 
-def test_a_reason_holds_no_lone_surrogates() -> None:
+def test_a_reason_contains_no_lone_surrogates() -> None:
     class Strange(Odd):
         def items(self) -> Any:
             raise ValueError("\ud800")

@@ -12,7 +12,7 @@ from forq.workers.tracing import FLUSH_SECONDS, Tracing
 JOB = Job("q", "a", "a", None, 5, 0.0, 1)
 
 
-def test_the_file_of_spans_is_for_its_owner_alone(tmp_path: Path) -> None:
+def test_the_span_file_is_readable_only_by_its_owner(tmp_path: Path) -> None:
     tracing = Tracing(f"file:{tmp_path / 'spans'}")
     with tracing.attempt(JOB):
         pass
@@ -21,7 +21,7 @@ def test_the_file_of_spans_is_for_its_owner_alone(tmp_path: Path) -> None:
     assert (tmp_path / "spans").read_text().count("\n") == 1
 
 
-def test_a_collector_that_does_not_answer_holds_up_the_end_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unresponsive_collector_delays_the_exit_only_briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{silent.getsockname()[1]}")
         tracing = Tracing("otlp")
