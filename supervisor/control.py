@@ -27,6 +27,22 @@ from forq.procs.unix_socket import listen
 
 log = logging.getLogger("forq.control")
 
+MAX_CONNECTIONS = 256
+# Descriptors kept free of clients: needed to replace a child and to kill its tree.
+RESERVED_DESCRIPTORS = 24
+# Leash and pidfd of two processes and of their successors while they overlap, and the output pipe.
+DESCRIPTORS_PER_QUEUE = 9
+LISTEN_RETRY_SECONDS = 5.0
+ACCEPTS_PER_PASS = 64
+# Without free descriptors accept fails at once, again and again: leave the clients in the backlog for a while.
+ACCEPT_PAUSE_SECONDS = 0.5
+
+_SO_PEERGROUPS = 59
+# The largest buffer of socket.getsockopt: 256 groups.
+_PEERGROUPS_BYTES = 1024
+_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+
+# Limits of one connection.
 MAX_UNANSWERED = 64
 MAX_OUTPUT_BYTES = 8 << 20
 HALF_LINE_SECONDS = 30.0
@@ -44,55 +60,179 @@ class Peer(NamedTuple):
     gid: int
 
 
-class Request:
-    """One call of a verb. Must be answered exactly once, with reply or fail; both do nothing if the client has left."""
+class ControlServer:
+    """Listens at `path` and serves `verbs`, a flat table from name to function.
 
-    def __init__(self, connection: Connection, call: jsonrpc.Call) -> None:
-        self.method = call.method
-        self.params = call.params
-        self.peer = connection.peer
-        self.answered = False
-        self.gone = False
-        self._call = call
-        self._connection = connection
-        self._gone_callbacks: list[Callable[[], None]] = []
+    1. Creates the socket with mode 0600, or 0660 and the group if one of `group` and `readers` is given. A file has
+       only one group: with both the mode is 0666, and other users are rejected after the connect.
+    2. Creates it again if its file is removed.
+    3. Accepts clients: root, the supervisor's user and `group` get `verbs`, members of `readers` get `read_verbs`.
 
-    def reply(self, value: object) -> None:
-        try:
-            line = jsonrpc.result(self._call.id, value)
-        except InvalidData:
-            log.exception("answer is not valid JSON", extra={"verb": self.method})
-            self.fail(ForqError("internal error: the answer cannot be sent"), jsonrpc.INTERNAL_ERROR)
-            return
-        if len(line) > MAX_OUTPUT_BYTES:
-            self.fail(InvalidData(f"the answer is larger than {MAX_OUTPUT_BYTES} bytes: request less"))
-            return
-        self._answer(line)
+    `listener` is a socket created by systemd, used as is; its file stays when this server ends.
+    """
 
-    def fail(self, error: ForqError, rpc_code: int | None = None) -> None:
-        self._answer(jsonrpc.failure(self._call.id, error, rpc_code))
+    def __init__(
+        self,
+        loop: Loop,
+        path: str,
+        verbs: Mapping[str, Callable[[Request], None]],
+        *,
+        group: int | None = None,
+        readers: int | None = None,
+        read_verbs: Mapping[str, Callable[[Request], None]] | None = None,
+        listener: socket.socket | None = None,
+    ) -> None:
+        self.path = path if listener is None else str(listener.getsockname())
+        self._loop = loop
+        self._verbs = verbs
+        self._group = group
+        self._readers = readers
+        self._read_verbs = read_verbs or {}
+        self._connections: set[Connection] = set()
+        self._resume_timer: Timer | None = None
+        self._listener = self._listen(path) if listener is None else listener
+        self._inode = os.lstat(path).st_ino if listener is None else None
+        self._watch = self._watch_directory() if listener is None else None
+        self._listen_timer: Timer | None = None
+        self._foreign_inode: int | None = None
+        # Users without access must not be able to fill the log.
+        self._refused = WarningThrottle(log, loop.call_later)
+        self._unreadable = WarningThrottle(log, loop.call_later)
+        loop.add_reader(self._listener.fileno(), self._accept)
 
-    def on_gone(self, callback: Callable[[], None]) -> None:
-        """Calls back if the client leaves before the answer."""
-        if self.gone:
-            callback()
-        else:
-            self._gone_callbacks.append(callback)
+    def _listen(self, path: str) -> socket.socket:
+        if self._group is not None and self._readers is not None:
+            return listen(path, self._group, mode=0o666)
+        return listen(path, self._readers if self._group is None else self._group)
 
-    def client_left(self) -> None:
-        self.gone = True
-        for callback in self._gone_callbacks:
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_PER_PASS):
             try:
-                callback()
-            except Exception:
-                log.exception("on_gone callback failed", extra={"verb": self.method})
+                sock, _address = self._listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError as exc:
+                if exc.errno in _OUT_OF_RESOURCES:
+                    self._pause_accepting(exc)
+                    return
+                # The client left before it was accepted.
+                continue
+            sock.setblocking(False)
+            self._admit(sock)
 
-    def _answer(self, line: bytes) -> None:
-        if self.answered:
-            raise ForqError(f"{self.method} was answered twice")
-        self.answered = True
-        if not self.gone:
-            self._connection.answer(self, line if self._call.expects_answer else b"")
+    def _admit(self, sock: socket.socket) -> None:
+        peer = Peer(*struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
+        verbs = self._verbs_for(sock, peer)
+        if verbs is None:
+            self._refused.warn(f"client refused uid={peer.uid} gid={peer.gid} pid={peer.pid}")
+            _reject(sock, PermissionRefused(f"user {peer.uid} may not use this control socket"))
+        elif len(self._connections) >= MAX_CONNECTIONS:
+            _reject(sock, ForqError(f"too many connections: at most {MAX_CONNECTIONS} at a time"))
+        elif sock.fileno() + RESERVED_DESCRIPTORS >= _descriptor_limit():
+            # The kernel uses the lowest free number: all lower ones are in use.
+            _reject(
+                sock,
+                ForqError(
+                    f"too many connections: {len(self._connections)} are open, and the supervisor may open "
+                    f"{_descriptor_limit()} files (ulimit -n, LimitNOFILE=)"
+                ),
+            )
+        else:
+            self._connections.add(Connection(self._loop, sock, peer, verbs, self._connections.discard))
+
+    def _verbs_for(self, sock: socket.socket, peer: Peer) -> Mapping[str, Callable[[Request], None]] | None:
+        """The verbs that this client may use; None if it has no access."""
+        if peer.uid in (0, os.geteuid()):
+            return self._verbs
+        if self._group is None and self._readers is None:
+            return None
+        groups = {peer.gid, *self._groups_of(sock)}
+        if self._group in groups:
+            return self._verbs
+        return self._read_verbs if self._readers in groups else None
+
+    def _groups_of(self, sock: socket.socket) -> tuple[int, ...]:
+        """The supplementary groups of the client, from the kernel: a lookup by name may block."""
+        try:
+            packed = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _PEERGROUPS_BYTES)
+        except OSError as exc:
+            self._unreadable.warn(f"cannot read groups of a client error={exc}")
+            return ()
+        return struct.unpack(f"{len(packed) // 4}I", packed)
+
+    def _pause_accepting(self, reason: OSError) -> None:
+        log.warning("cannot accept clients; pausing", extra={"reason": str(reason)})
+        self._loop.remove_reader(self._listener.fileno())
+        self._resume_timer = self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._resume_accepting)
+
+    def _resume_accepting(self) -> None:
+        self._resume_timer = None
+        self._loop.add_reader(self._listener.fileno(), self._accept)
+
+    def _watch_directory(self) -> DirectoryWatch | None:
+        try:
+            return DirectoryWatch(self._loop, os.path.dirname(self.path) or ".", self._listen_if_removed)
+        except OSError as exc:
+            log.warning(
+                "cannot watch the control socket; it will not be recreated if removed path=%s error=%s", self.path, exc
+            )
+            return None
+
+    def _listen_if_removed(self) -> None:
+        """Creates the socket again if its file is gone. Another file in its place is left alone."""
+        if self._listen_timer is not None:
+            self._listen_timer.cancel()
+            self._listen_timer = None
+        try:
+            found = os.lstat(self.path).st_ino
+            if found not in (self._inode, self._foreign_inode):
+                self._foreign_inode = found
+                log.error("control socket was replaced by another file; to recreate the socket: rm %s", self.path)
+            return
+        except FileNotFoundError:
+            pass
+        except OSError as exc:
+            log.error("cannot check the control socket path=%s error=%s", self.path, exc.strerror)
+            return
+        try:
+            listener = self._listen(self.path)
+        except ForqError as exc:
+            log.error("control socket was removed and cannot be recreated; retrying in 5 s error=%s", exc)
+            self._listen_timer = self._loop.call_later(LISTEN_RETRY_SECONDS, self._listen_if_removed)
+            return
+        log.warning("control socket was removed; recreated it path=%s", self.path)
+        # Clients that connected before the file was removed.
+        self._accept()
+        self._close_listener()
+        self._listener, self._inode = listener, os.lstat(self.path).st_ino
+        self._loop.add_reader(listener.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Closes all connections and removes the socket, unless it was replaced or belongs to systemd."""
+        if self._listener.fileno() < 0:
+            return
+        if self._watch is not None:
+            self._watch.close()
+        if self._listen_timer is not None:
+            self._listen_timer.cancel()
+        self._close_listener()
+        for connection in list(self._connections):
+            connection.close()
+        if self._inode is None:
+            return
+        try:
+            if os.lstat(self.path).st_ino == self._inode:
+                os.unlink(self.path)
+        except FileNotFoundError:
+            pass
+
+    def _close_listener(self) -> None:
+        if self._resume_timer is None:
+            self._loop.remove_reader(self._listener.fileno())
+        else:
+            self._resume_timer.cancel()
+            self._resume_timer = None
+        self._listener.close()
 
 
 class Connection:
@@ -254,13 +394,64 @@ class Connection:
             request.client_left()
 
 
+class Request:
+    """One call of a verb. Must be answered exactly once, with reply or fail; both do nothing if the client has left."""
+
+    def __init__(self, connection: Connection, call: jsonrpc.Call) -> None:
+        self.method = call.method
+        self.params = call.params
+        self.peer = connection.peer
+        self.answered = False
+        self.gone = False
+        self._call = call
+        self._connection = connection
+        self._gone_callbacks: list[Callable[[], None]] = []
+
+    def reply(self, value: object) -> None:
+        try:
+            line = jsonrpc.result(self._call.id, value)
+        except InvalidData:
+            log.exception("answer is not valid JSON", extra={"verb": self.method})
+            self.fail(ForqError("internal error: the answer cannot be sent"), jsonrpc.INTERNAL_ERROR)
+            return
+        if len(line) > MAX_OUTPUT_BYTES:
+            self.fail(InvalidData(f"the answer is larger than {MAX_OUTPUT_BYTES} bytes: request less"))
+            return
+        self._answer(line)
+
+    def fail(self, error: ForqError, rpc_code: int | None = None) -> None:
+        self._answer(jsonrpc.failure(self._call.id, error, rpc_code))
+
+    def on_gone(self, callback: Callable[[], None]) -> None:
+        """Calls back if the client leaves before the answer."""
+        if self.gone:
+            callback()
+        else:
+            self._gone_callbacks.append(callback)
+
+    def client_left(self) -> None:
+        self.gone = True
+        for callback in self._gone_callbacks:
+            try:
+                callback()
+            except Exception:
+                log.exception("on_gone callback failed", extra={"verb": self.method})
+
+    def _answer(self, line: bytes) -> None:
+        if self.answered:
+            raise ForqError(f"{self.method} was answered twice")
+        self.answered = True
+        if not self.gone:
+            self._connection.answer(self, line if self._call.expects_answer else b"")
+
+
 _IN_MOVED_FROM = 0x040
 _IN_MOVED_TO = 0x080
 _IN_DELETE = 0x200
 _IN_DELETE_SELF = 0x400
 _IN_MOVE_SELF = 0x800
 _EVENTS = _IN_MOVED_FROM | _IN_MOVED_TO | _IN_DELETE | _IN_DELETE_SELF | _IN_MOVE_SELF
-_READ_BYTES = 64 * 1024
+_INOTIFY_READ_BYTES = 64 * 1024
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -288,204 +479,13 @@ class DirectoryWatch:
 
     def _read(self) -> None:
         with suppress(BlockingIOError):
-            os.read(self._fd, _READ_BYTES)
+            os.read(self._fd, _INOTIFY_READ_BYTES)
             self._changed()
 
 
 def _last_error(call: str) -> OSError:
     code = ctypes.get_errno()
     return OSError(code, f"{call}: {os.strerror(code)}")
-
-
-MAX_CONNECTIONS = 256
-# Descriptors kept free of clients: needed to replace a child and to kill its tree.
-RESERVED_DESCRIPTORS = 24
-# Leash and pidfd of two processes and of their successors while they overlap, and the output pipe.
-DESCRIPTORS_PER_QUEUE = 9
-LISTEN_RETRY_SECONDS = 5.0
-ACCEPTS_PER_PASS = 64
-# Without free descriptors accept fails at once, again and again: leave the clients in the backlog for a while.
-ACCEPT_PAUSE_SECONDS = 0.5
-
-_SO_PEERGROUPS = 59
-# The largest buffer of socket.getsockopt: 256 groups.
-_PEERGROUPS_BYTES = 1024
-_OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-
-
-class ControlServer:
-    """Listens at `path` and serves `verbs`, a flat table from name to function.
-
-    1. Creates the socket with mode 0600, or 0660 and the group if one of `group` and `readers` is given. A file has
-       only one group: with both the mode is 0666, and other users are rejected after the connect.
-    2. Creates it again if its file is removed.
-    3. Accepts clients: root, the supervisor's user and `group` get `verbs`, members of `readers` get `read_verbs`.
-
-    `listener` is a socket created by systemd, used as is; its file stays when this server ends.
-    """
-
-    def __init__(
-        self,
-        loop: Loop,
-        path: str,
-        verbs: Mapping[str, Callable[[Request], None]],
-        *,
-        group: int | None = None,
-        readers: int | None = None,
-        read_verbs: Mapping[str, Callable[[Request], None]] | None = None,
-        listener: socket.socket | None = None,
-    ) -> None:
-        self.path = path if listener is None else str(listener.getsockname())
-        self._loop = loop
-        self._verbs = verbs
-        self._group = group
-        self._readers = readers
-        self._read_verbs = read_verbs or {}
-        self._connections: set[Connection] = set()
-        self._resume_timer: Timer | None = None
-        self._listener = self._listen(path) if listener is None else listener
-        self._inode = os.lstat(path).st_ino if listener is None else None
-        self._watch = self._watch_directory() if listener is None else None
-        self._listen_timer: Timer | None = None
-        self._foreign_inode: int | None = None
-        # Users without access must not be able to fill the log.
-        self._refused = WarningThrottle(log, loop.call_later)
-        self._unreadable = WarningThrottle(log, loop.call_later)
-        loop.add_reader(self._listener.fileno(), self._accept)
-
-    def close(self) -> None:
-        """Closes all connections and removes the socket, unless it was replaced or belongs to systemd."""
-        if self._listener.fileno() < 0:
-            return
-        if self._watch is not None:
-            self._watch.close()
-        if self._listen_timer is not None:
-            self._listen_timer.cancel()
-        self._close_listener()
-        for connection in list(self._connections):
-            connection.close()
-        if self._inode is None:
-            return
-        try:
-            if os.lstat(self.path).st_ino == self._inode:
-                os.unlink(self.path)
-        except FileNotFoundError:
-            pass
-
-    def _close_listener(self) -> None:
-        if self._resume_timer is None:
-            self._loop.remove_reader(self._listener.fileno())
-        else:
-            self._resume_timer.cancel()
-            self._resume_timer = None
-        self._listener.close()
-
-    def _watch_directory(self) -> DirectoryWatch | None:
-        try:
-            return DirectoryWatch(self._loop, os.path.dirname(self.path) or ".", self._listen_if_removed)
-        except OSError as exc:
-            log.warning(
-                "cannot watch the control socket; it will not be recreated if removed path=%s error=%s", self.path, exc
-            )
-            return None
-
-    def _listen_if_removed(self) -> None:
-        """Creates the socket again if its file is gone. Another file in its place is left alone."""
-        if self._listen_timer is not None:
-            self._listen_timer.cancel()
-            self._listen_timer = None
-        try:
-            found = os.lstat(self.path).st_ino
-            if found not in (self._inode, self._foreign_inode):
-                self._foreign_inode = found
-                log.error("control socket was replaced by another file; to recreate the socket: rm %s", self.path)
-            return
-        except FileNotFoundError:
-            pass
-        except OSError as exc:
-            log.error("cannot check the control socket path=%s error=%s", self.path, exc.strerror)
-            return
-        try:
-            listener = self._listen(self.path)
-        except ForqError as exc:
-            log.error("control socket was removed and cannot be recreated; retrying in 5 s error=%s", exc)
-            self._listen_timer = self._loop.call_later(LISTEN_RETRY_SECONDS, self._listen_if_removed)
-            return
-        log.warning("control socket was removed; recreated it path=%s", self.path)
-        # Clients that connected before the file was removed.
-        self._accept()
-        self._close_listener()
-        self._listener, self._inode = listener, os.lstat(self.path).st_ino
-        self._loop.add_reader(listener.fileno(), self._accept)
-
-    def _listen(self, path: str) -> socket.socket:
-        if self._group is not None and self._readers is not None:
-            return listen(path, self._group, mode=0o666)
-        return listen(path, self._readers if self._group is None else self._group)
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS_PER_PASS):
-            try:
-                sock, _address = self._listener.accept()
-            except (BlockingIOError, InterruptedError):
-                return
-            except OSError as exc:
-                if exc.errno in _OUT_OF_RESOURCES:
-                    self._pause_accepting(exc)
-                    return
-                # The client left before it was accepted.
-                continue
-            sock.setblocking(False)
-            self._admit(sock)
-
-    def _admit(self, sock: socket.socket) -> None:
-        peer = Peer(*struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
-        verbs = self._verbs_for(sock, peer)
-        if verbs is None:
-            self._refused.warn(f"client refused uid={peer.uid} gid={peer.gid} pid={peer.pid}")
-            _reject(sock, PermissionRefused(f"user {peer.uid} may not use this control socket"))
-        elif len(self._connections) >= MAX_CONNECTIONS:
-            _reject(sock, ForqError(f"too many connections: at most {MAX_CONNECTIONS} at a time"))
-        elif sock.fileno() + RESERVED_DESCRIPTORS >= _descriptor_limit():
-            # The kernel uses the lowest free number: all lower ones are in use.
-            _reject(
-                sock,
-                ForqError(
-                    f"too many connections: {len(self._connections)} are open, and the supervisor may open "
-                    f"{_descriptor_limit()} files (ulimit -n, LimitNOFILE=)"
-                ),
-            )
-        else:
-            self._connections.add(Connection(self._loop, sock, peer, verbs, self._connections.discard))
-
-    def _verbs_for(self, sock: socket.socket, peer: Peer) -> Mapping[str, Callable[[Request], None]] | None:
-        """The verbs that this client may use; None if it has no access."""
-        if peer.uid in (0, os.geteuid()):
-            return self._verbs
-        if self._group is None and self._readers is None:
-            return None
-        groups = {peer.gid, *self._groups_of(sock)}
-        if self._group in groups:
-            return self._verbs
-        return self._read_verbs if self._readers in groups else None
-
-    def _groups_of(self, sock: socket.socket) -> tuple[int, ...]:
-        """The supplementary groups of the client, from the kernel: a lookup by name may block."""
-        try:
-            packed = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _PEERGROUPS_BYTES)
-        except OSError as exc:
-            self._unreadable.warn(f"cannot read groups of a client error={exc}")
-            return ()
-        return struct.unpack(f"{len(packed) // 4}I", packed)
-
-    def _pause_accepting(self, reason: OSError) -> None:
-        log.warning("cannot accept clients; pausing", extra={"reason": str(reason)})
-        self._loop.remove_reader(self._listener.fileno())
-        self._resume_timer = self._loop.call_later(ACCEPT_PAUSE_SECONDS, self._resume_accepting)
-
-    def _resume_accepting(self) -> None:
-        self._resume_timer = None
-        self._loop.add_reader(self._listener.fileno(), self._accept)
 
 
 def warn_of_few_descriptors(queues: int, in_use: int) -> None:
