@@ -12,7 +12,7 @@ CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 # Tests start thousands of Python processes, and each would compile all modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# The real folders: ruff skips the two symbolic links in src/forq.
+# The real directories: ruff skips the two symbolic links in src/forq.
 SOURCES := src supervisor workers tests etc benchmarks
 
 .DEFAULT_GOAL := help
@@ -25,14 +25,14 @@ setup: $(READY) ## create .venv with forq; quick if nothing changed
 
 $(READY): setup.cfg setup.py pyproject.toml
 	@command -v $(PYTHON) >/dev/null || { \
-	  echo "make: there is no $(PYTHON): install Python 3.11 or newer (on Debian: apt install python3 python3-venv), or choose one with PYTHON=..." >&2; exit 1; }
+	  echo "make: $(PYTHON) not found: install Python 3.11 or newer (on Debian: apt install python3 python3-venv), or choose one with PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
-	  echo "make: $(PYTHON) is $$($(PYTHON) --version), and forq needs 3.11 or newer; choose another with PYTHON=..." >&2; exit 1; }
+	  echo "make: $(PYTHON) is $$($(PYTHON) --version), but forq needs 3.11 or newer; choose another with PYTHON=..." >&2; exit 1; }
 	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
-	  echo "make: $(PYTHON) has no venv: on Debian apt install python3-venv; or choose another Python with PYTHON=..." >&2; exit 1; }
+	  echo "make: $(PYTHON) has no venv module: on Debian apt install python3-venv, or choose another Python with PYTHON=..." >&2; exit 1; }
 	@test -d src/forq/supervisor || { \
-	  echo "make: src/forq/supervisor is not a link to a folder: clone with symbolic links (git config core.symlinks true)" >&2; exit 1; }
-	@echo 'make: installing forq and its packages into $(VENV) (once, about half a minute)'
+	  echo "make: src/forq/supervisor is not a link to a directory: clone with symbolic links (git config core.symlinks true)" >&2; exit 1; }
+	@echo 'make: installing forq and its dependencies into $(VENV) (once, about half a minute)'
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable .
 	@touch $@
@@ -45,7 +45,7 @@ $(TOOLS): $(READY)
 	@touch $@
 
 $(SPARK): $(READY)
-	@echo 'make: installing Spark and a Java for it into $(VENV) (once, 500 MB, one or two minutes)'
+	@echo 'make: installing Spark and Java into $(VENV) (once, 500 MB, one or two minutes)'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[pipeline,java]'
 	@touch $@
 
@@ -57,8 +57,8 @@ run: setup ## start a supervisor with two sample queues, in the foreground
 	  'Ctrl-C stops it.' ''
 	@exec $(BIN)/forq run --config etc/examples/sample.toml --state-dir $(STATE_DIR)
 
-demo: setup ## a guided tour of about two minutes: kill -9, daemons, timeouts, rates, audit (ARGS=--fast: no pauses; --no-audit: no Spark)
-	@$(if $(findstring --no-audit,$(ARGS)),,$(MAKE) --no-print-directory $(SPARK) || echo 'make: the tour goes on without Spark' >&2)
+demo: setup ## a guided tour in about two minutes: kill -9, daemons, timeouts, rates, audit (ARGS=--fast: no pauses; --no-audit: no Spark)
+	@$(if $(findstring --no-audit,$(ARGS)),,$(MAKE) --no-print-directory $(SPARK) || echo 'make: continuing without Spark' >&2)
 	@$(BIN)/python etc/demo/tour.py $(ARGS)
 
 reference: tools $(SPARK) settings ## generate man pages, completion and docs/reference from the declared commands and settings
@@ -67,7 +67,7 @@ reference: tools $(SPARK) settings ## generate man pages, completion and docs/re
 settings: setup ## generate etc/forq.toml and docs/reference/settings.md from the table of settings
 	$(BIN)/python etc/write_settings.py
 
-# Side by side, since most tests wait for processes.
+# In parallel, because most tests wait for processes.
 test: tools ## everything but Spark; must pass before a commit (7 minutes on two cores)
 	@$(MAKE) --no-print-directory -j3 unit-apart unit-forking checks
 
@@ -80,14 +80,14 @@ test-all: tools $(SPARK) ## the same with more examples, Spark, Redis 7.0 and re
 checks: tools # lint, types, imports, wheel
 	@MAKEFLAGS= $(HELD_BACK) $(MAKE) --no-print-directory lint types imports wheel
 
-lint: tools ## ruff: rules and format; luacheck, where it is installed
+lint: tools ## ruff (rules and format), and luacheck if it is installed
 	$(BIN)/ruff check $(SOURCES)
 	$(BIN)/ruff format --check $(SOURCES)
-	@command -v luacheck >/dev/null || echo 'make: the Lua library was not checked: there is no luacheck (on Debian: apt install lua-check)'
+	@command -v luacheck >/dev/null || echo 'make: skipped the Lua library: luacheck is not installed (on Debian: apt install lua-check)'
 	@command -v luacheck >/dev/null || exit 0; \
 	$(BIN)/python -c 'from forq.broker.scripts import script; print(script("turn").library.partition("\n")[2], end="")' | luacheck --quiet -
 
-# Without Spark, the code that uses it is left to `make test-all`.
+# Without Spark, only `make test-all` checks the code that uses it.
 ON_SPARK := (^|/)pipeline/
 
 types: tools ## mypy --strict
@@ -111,10 +111,10 @@ unit-apart: tools
 unit-forking: tools
 	@$(HELD_BACK) $(BIN)/pytest -q -p no:cacheprovider -m 'not slow' $(FORKING)
 
-spark: tools $(SPARK) ## pytest, the Spark pipeline
+spark: tools $(SPARK) ## pytest for the Spark pipeline
 	$(BIN)/pytest -m 'not slow' -p no:cacheprovider tests/pipeline
 
-kills: tools ## KILLS=1000 kill -9s at random moments over JOBS=50000 jobs (SEED=n repeats a run)
+kills: tools ## KILLS=1000 kill -9 at random times while JOBS=50000 jobs run (SEED=n repeats a run)
 	FORQ_TEST_KILLS=$(or $(KILLS),1000) FORQ_TEST_JOBS=$(or $(JOBS),50000) FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_random_kills.py -k under_random_kills
 
@@ -146,7 +146,7 @@ redis-py-old: tools ## connection and end-to-end smoke tests on redis-py 6.4, th
 mutants: tools ## remove each guard of the Lua library in turn: some test must fail
 	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py
 
-trees: tools ## daemonising handlers, 20 times each: delete, shutdown and kill -9 leave no process
+trees: tools ## handlers that start daemons, 20 times each: delete, shutdown and kill -9 leave no process
 	FORQ_TEST_TREES=20 $(BIN)/pytest --timeout 1800 tests/end_to_end/test_process_deaths.py -k "no_process"
 
 fire: tools ## 50,000 dispatches of 100 ids and 10,000 permanent failures while processes are killed (SEED=n)
@@ -157,22 +157,22 @@ releases: tools ## 1,000 awaiters, 20,000 releases while processes are killed, 1
 	FORQ_TEST_AWAITED=1000 FORQ_TEST_RELEASES=20000 FORQ_TEST_AGING=10000 FORQ_TEST_LATE=0.2 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_releases.py
 
-bridge-fire: tools ## 20,000 jobs for five external workers in two languages, killed and frozen at random, and the bridge too (SEED=n)
+bridge-fire: tools ## 20,000 jobs for five external workers in two languages; workers and bridge are killed and frozen at random (SEED=n)
 	FORQ_TEST_BRIDGE_JOBS=$(or $(JOBS),20000) FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 7200 tests/end_to_end/test_bridge_workers_killed.py
 
-ticks: tools ## a tick per second for 120 s over three supervisors that are killed and frozen: one job each (SEED=n)
+ticks: tools ## a tick per second for 120 s on three supervisors that are killed and frozen: one job per tick (SEED=n)
 	FORQ_TEST_TICKS_SECONDS=120 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_schedules.py -k killed_and_frozen
 
 limits: tools ## 50 jobs per second for 20 s over two supervisors: the rate, the burst, the cost of waiting
 	FORQ_TEST_RATE_SECONDS=20 $(BIN)/pytest -s --timeout 300 tests/end_to_end/test_limits.py
 
-delayed: tools ## 100,000 delayed jobs over 60 s, for idle and for busy workers, and in bursts: none early, 20 ms (SEED=n)
+delayed: tools ## 100,000 delayed jobs over 60 s, for idle and busy workers and in bursts: none early, 99% within 20 ms (SEED=n)
 	FORQ_TEST_DELAYED=100000 FORQ_TEST_DELAYED_SECONDS=60 FORQ_TEST_LATE=0.02 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_delayed_jobs.py
 
-test-systemd: tools ## forq under a real systemd, booted in namespaces: start, watchdog, stop, kill -9, socket (as root)
+test-systemd: tools ## forq under a real systemd, booted in namespaces: start, watchdog, stop, kill -9, socket (needs root)
 	$(BIN)/pytest -s -v --timeout 300 tests/supervisor/test_systemd_units.py tests/end_to_end/test_systemd.py
 
 model: ## check the model of claim, settle and recover, with the fence and without (needs spin and gcc)
@@ -191,10 +191,10 @@ isolation: tools ## a fork bomb, a leak and a gigabyte of output in one queue, t
 exits: tools ## every exit code and signal from a handler, three times each: the effect on another queue and the supervisor
 	FORQ_TEST_EXITS=3 $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_exit_codes.py -k no_exit_code
 
-cluster: tools $(SPARK) ## the pipeline under spark-submit, on a standalone Spark of a master and two workers on loopback
+cluster: tools $(SPARK) ## the pipeline under spark-submit, on a standalone Spark cluster (a master and two workers on loopback)
 	$(BIN)/pytest -s --timeout 900 tests/pipeline/test_cluster.py
 
-redis-cluster: tools ## forq on a real Redis Cluster, with sentinels, replicas and TLS: failovers under load, and the broker's tests
+redis-cluster: tools ## forq on a real Redis Cluster, and with sentinels, replicas and TLS: failovers under load, and the broker's tests
 	$(BIN)/pytest -s --timeout 300 tests/servers
 	FORQ_TEST_REDIS=cluster $(BIN)/pytest -q --timeout 300 tests/broker --ignore tests/broker/test_mutants.py
 
@@ -204,7 +204,7 @@ bench: tools ## forq against RQ, Celery, Dramatiq, Huey, arq, Taskiq, BullMQ and
 bench-quick: tools ## the same with few jobs and one round, in less than 5 minutes (plus the time to download the peers, once)
 	$(BIN)/python benchmarks/compare.py --quick
 
-bench-tables: tools ## put the tables and the chart of the last `make bench` into docs/design/performance.md and the README
+bench-tables: tools ## copy the tables and the chart of the last `make bench` to docs/design/performance.md and the README
 	$(BIN)/python benchmarks/tables.py benchmarks/.results/results.json --write docs/design/performance.md
 	$(BIN)/python benchmarks/tables.py benchmarks/.results/results.json --write README.md
 	cp benchmarks/.results/results.png docs/design/performance.png
@@ -212,7 +212,7 @@ bench-tables: tools ## put the tables and the chart of the last `make bench` int
 bench-scale: tools ## 1,000 queues on one supervisor, 1,000,000 jobs, 100,000 due at once, 10 supervisors
 	$(BIN)/python benchmarks/scale.py
 
-bench-prototype: tools ## the limit of one Python consumer: a bare loop without any feature
+bench-prototype: tools ## the upper limit of one Python consumer: a bare loop without features
 	$(BIN)/python benchmarks/prototype.py
 
 bench-drain: tools ## drain rate of one worker process against RQ, Huey and Dramatiq
@@ -221,7 +221,7 @@ bench-drain: tools ## drain rate of one worker process against RQ, Huey and Dram
 bench-layouts: tools ## four layouts of job records in Redis, compared
 	$(BIN)/python benchmarks/layouts.py
 
-bench-backlog: tools ## cost of enqueue and claim at 10, 10k and 1M waiting
+bench-backlog: tools ## cost of enqueue and claim with 10, 10k and 1M waiting jobs
 	$(BIN)/python benchmarks/backlog.py
 
 bench-idle: tools ## CPU, Redis commands and memory of 50 idle queues
@@ -236,7 +236,7 @@ bench-metrics: tools ## the cost of metrics per no-op job, and of a scrape of 1,
 bench-pipeline: tools $(SPARK) ## a million events: ingest with a driver that is killed, audit, sink; and the cost of the journal
 	$(BIN)/python benchmarks/pipeline.py
 
-bench-exec: tools ## jobs through one Node.js process: an exec: handler against BullMQ (needs node and npm)
+bench-exec: tools ## jobs of one Node.js process: an exec: handler against BullMQ (needs node and npm)
 	$(BIN)/python benchmarks/exec_node.py
 
 spec-report: tools $(SPARK) ## pytest, and a list of the tests for each behaviour of docs/design/spec.md

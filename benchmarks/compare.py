@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="default: 3, quick: 1")
     parser.add_argument("--repeats", type=int, help="of a disturbed trial; default: 3, quick: 0")
     parser.add_argument("--crash-cap", type=float, help="seconds to wait for a lost job; default: 120, quick: 10")
-    parser.add_argument("--minutes", type=float, help="nothing is begun after so many; default: 120, quick: 4")
+    parser.add_argument("--minutes", type=float, help="start no trial after this many minutes; default: 120, quick: 4")
     parser.add_argument("--output", type=Path, default=HERE / ".results" / "results.json")
     given = parser.parse_args()
     only = set(given.only.split(",")) if given.only else set(every) - (SLOW if given.quick else set())

@@ -1,4 +1,4 @@
-"""How a job recovers whose worker is killed with -9: when it runs again, if it does.
+"""Measures when a job runs again whose worker was killed with -9.
 
 Two deaths: `process`, the process that runs the job; `worker`, the whole worker with all its processes. The dead part
 is restarted at once, as a process manager would. Each peer has its own server and is left waiting while others are
@@ -81,7 +81,7 @@ def _kill(trial: Trial, peer: Peer, death: str, stack: ExitStack) -> _Killed:
     known = len(bench.records())
     bench.arrive([0], _HOLD_MS)
     running = bench.wait_for_records(known + 1, _START_SECONDS)[known]
-    time.sleep(0.2)  # in the midst of it, not in the first microseconds
+    time.sleep(0.2)  # kill it while it runs, not in its first microseconds
     killed_ns = time.monotonic_ns()
     if death == "worker":
         bench.kill(worker)
@@ -94,7 +94,7 @@ def _kill(trial: Trial, peer: Peer, death: str, stack: ExitStack) -> _Killed:
 
 
 def _forget_if_dead(bench: Bench, worker: subprocess.Popen[bytes]) -> None:
-    """Its exit shows whether the job's process was the whole worker."""
+    """Whether the job's process was the whole worker: then the worker has exited."""
     try:
         worker.wait(0.5)
     except subprocess.TimeoutExpired:

@@ -28,7 +28,7 @@ class Trial:
 def percentile(values: Sequence[float], percent: float) -> float:
     """The nearest-rank percentile."""
     if not values:
-        raise ValueError("there is no percentile of no values")
+        raise ValueError("a percentile needs at least one value")
     ordered = sorted(values)
     # In whole thousandths: 99.9 has no exact double, which could shift the rank by one.
     rank = -(-len(ordered) * round(percent * 10) // 1000)

@@ -51,7 +51,7 @@ def node_modules(packages: list[str]) -> Path:
     """The directory whose node_modules has these packages."""
     npm = shutil.which("npm")
     if npm is None or shutil.which("node") is None:
-        raise Unavailable("there is no node and npm")
+        raise Unavailable("node or npm is not installed")
     directory = PEERS_DIR / "node"
     if not _ready(directory):
         directory.mkdir(parents=True)
@@ -79,7 +79,7 @@ def redis_server() -> Path:
 def debian_root(name: str, package: str) -> Path:
     """A Debian package with its dependencies, unpacked but not installed into the system."""
     if shutil.which("apt-get") is None or shutil.which("dpkg") is None:
-        raise Unavailable(f"{package} is taken from Debian's packages, and this is no Debian")
+        raise Unavailable(f"{package} is installed from Debian packages, and this is not Debian")
     directory = PEERS_DIR / name
     if not _ready(directory):
         archives = directory / "archives"

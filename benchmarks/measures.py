@@ -135,7 +135,7 @@ def pickup(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Fig
 
 
 def idle(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
-    """What an idle worker that has run a job uses: memory, CPU, requests."""
+    """Memory, CPU and requests of an idle worker that has run a job."""
     with Bench(peer, server) as bench:
         worker = bench.work()
         bench.warm(effort.patience_seconds)

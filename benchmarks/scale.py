@@ -108,7 +108,7 @@ def bytecode() -> Iterator[None]:
 def many_queues(server: Server, given: argparse.Namespace) -> None:
     queues = given.queues
     if found := obstacles(queues):
-        print(f"  left out: {queues:,} queues are not allowed here\n    " + "\n    ".join(found))
+        print(f"  skipped: the limits do not allow {queues:,} queues\n    " + "\n    ".join(found))
         return
     forq = Forq(redis=server.url, settings=settings(queues))
     try:
@@ -117,10 +117,10 @@ def many_queues(server: Server, given: argparse.Namespace) -> None:
             wait_until(lambda: forq.run_ctl("ping").returncode == 0, 120.0, "the supervisor answers")
             slowly(lambda: rested(forq, queues), 300.0)
         used = {process.pid: cpu_seconds(process.pid) for process in tree(forq.pid)}
-        says("  CPU of the tree for that", sum(used.values()), "s")
-        says("  of that the supervisor", used[forq.pid], "s")
-        says("  of that each process of a queue, median", statistics.median(used.values()) * 1000, "ms")
-        says("  CPU of the server for that", cpu_seconds(server.pid), "s")
+        says("  CPU of the tree", sum(used.values()), "s")
+        says("  CPU of the supervisor", used[forq.pid], "s")
+        says("  CPU of each process of a queue, median", statistics.median(used.values()) * 1000, "ms")
+        says("  CPU of the server", cpu_seconds(server.pid), "s")
         check_tree(forq, server, queues)
         spread(forq, server, queues, given.jobs)
         with timed("stop", "15 s"):
@@ -134,7 +134,7 @@ def check_tree(forq: Forq, server: Server, queues: int) -> None:
     sizes = {pid: pss_kb(pid) / 1024 for pid in processes}
     says("memory of the tree (PSS)", sum(sizes.values()), "MB")
     private = [private_kb(pid) / 1024 for pid in processes]
-    says("  of that private to a process, median", statistics.median(private), "MB", "5 MB")
+    says("  private memory of a process, median", statistics.median(private), "MB", "5 MB")
     says("  of the supervisor", sizes[forq.pid], "MB")
     took = []
     for _ in range(3):
@@ -163,7 +163,7 @@ def spread(forq: Forq, server: Server, queues: int, jobs: int) -> None:
         left = set(range(queues))
 
         def empty() -> bool:
-            """An empty queue is not asked again; the first one that is not empty ends the check."""
+            """Empty queues are not checked again; the first one with jobs ends the check."""
             for number in sorted(left, reverse=True):
                 if client.queue(f"q{number}").status()["done"] < each:
                     return False
@@ -178,7 +178,7 @@ def slowly(condition: Callable[[], bool], seconds: float, pause_seconds: float =
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
-            raise AssertionError(f"it did not come to rest within {seconds:.0f} s")
+            raise AssertionError(f"not idle within {seconds:.0f} s")
         time.sleep(pause_seconds)
 
 
@@ -195,7 +195,7 @@ def long_backlog(server: Server, given: argparse.Namespace) -> None:
         with timed("drained"):
             forq.ctl("resume", "long")
             wait_until(lambda: queue.status()["done"] == given.jobs, 600.0, "the queue is empty")
-        says("memory of the server that stays (journal)", (used_memory(server) - memory) / 1e6, "MB")
+        says("remaining memory of the server (journal)", (used_memory(server) - memory) / 1e6, "MB")
 
 
 def due_at_once(server: Server, given: argparse.Namespace) -> None:
@@ -211,8 +211,8 @@ def due_at_once(server: Server, given: argparse.Namespace) -> None:
             print("  they were due before all were stored: this machine is too busy for this figure")
         wait_until(lambda: queue.status()["done"] == given.scheduled, 600.0, "all have run")
         late_ms = [(trace.time + offset - due) * 1000 for trace in forq.traces("end")]
-        says("the first ran after its time", min(late_ms), "ms")
-        says("half of them within", percentile(late_ms, 50), "ms")
+        says("delay of the first", min(late_ms), "ms")
+        says("median delay", percentile(late_ms, 50), "ms")
         says("the last within", max(late_ms), "ms")
         says("jobs that ran too early", sum(late < -1.0 for late in late_ms), "")
 
@@ -235,8 +235,8 @@ def many_supervisors(server: Server, given: argparse.Namespace) -> None:
             queue.enqueue_many({"n": n} for n in range(jobs))
             wait_until(lambda: queue.status()["done"] == jobs, 300.0, "all have run")
         shares = [len(forq.traces("end")) for forq in every]
-        says("the least that one of them ran", min(shares), "jobs")
-        says("the most that one of them ran", max(shares), "jobs")
+        says("fewest jobs of one supervisor", min(shares), "jobs")
+        says("most jobs of one supervisor", max(shares), "jobs")
 
 
 PARTS: dict[str, Callable[[Server, argparse.Namespace], None]] = {
@@ -267,7 +267,7 @@ def run_parts(given: argparse.Namespace) -> None:
             server.start()
             PARTS[name](server, given)
         except AssertionError as exc:
-            print(f"  given up: {str(exc)[:300]}")
+            print(f"  failed: {str(exc)[:300]}")
         finally:
             server.remove()
 

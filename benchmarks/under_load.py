@@ -85,8 +85,8 @@ def backlog(peer: Peer, server: Server, effort: Effort, number: int, waiting: in
         before = cpu_seconds(server.pid)
         count, seconds = bench.enqueue("one", 3600.0, jobs, timeout_seconds=effort.patience_seconds)
         enqueue_us = (cpu_seconds(server.pid) - before) / count * 1e6
-        # Includes the worker's connection setup, a small part of so many jobs: a fast worker has run many of them
-        # before its start could be noticed.
+        # Includes the worker's connection setup, which is small: a fast worker has run many jobs before its
+        # start is detected.
         before = cpu_seconds(server.pid)
         bench.work()
         ran = len(bench.wait_for_records(jobs // bench.block, effort.patience_seconds)) * bench.block

@@ -1,4 +1,4 @@
-// The least that a worker for exec: can be in Node.js.
+// The smallest worker for exec: in Node.js.
 'use strict';
 require('node:readline').createInterface({ input: process.stdin }).on('line', (line) => {
   const { uuid } = JSON.parse(line).payload;

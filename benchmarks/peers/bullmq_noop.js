@@ -1,4 +1,4 @@
-// No-op jobs with BullMQ: `node bullmq_noop.js fill N` adds them, `drain N` works them off and prints the seconds it took.
+// No-op jobs with BullMQ: `node bullmq_noop.js fill N` adds them, `drain N` runs them and prints the seconds.
 // Run where node_modules has bullmq and ioredis. BENCH_PORT: the server's port on loopback.
 
 'use strict';

@@ -15,7 +15,7 @@ const block = Number(process.env.BENCH_BLOCK || 1);
 const [verb, ...rest] = process.argv.slice(2);
 
 const now = () => process.hrtime.bigint();
-// setTimeout has no fractions of a millisecond, and the jobs here take few.
+// setTimeout has a resolution of one millisecond, too coarse for jobs of a few milliseconds.
 const pause = (ms) => { if (ms > 0) Atomics.wait(new Int32Array(new SharedArrayBuffer(4)), 0, 0, ms); };
 
 async function one(queue, seconds, most) {
@@ -60,7 +60,7 @@ function work() {
       return;
     }
     write(data.at);
-    // One at a time may hold the process up, and is more exact.
+    // With one job at a time, blocking the process is fine and more exact.
     const overlaps = concurrency > 1 || data.ms > 1000;
     if (data.ms && overlaps) await new Promise((resolve) => { setTimeout(resolve, data.ms); });
     else if (data.ms) pause(data.ms);

@@ -49,7 +49,7 @@ async def arrivals(send, path, ms):
         ahead = began + offset - time.monotonic_ns()
         if ahead > 0:
             time.sleep(ahead / 1e9)
-        # The time at which it should have been sent: a slow enqueue is part of what the job waits.
+        # The intended send time: a slow enqueue counts as part of the job's wait.
         await _call(send, {"n": n, "at": began + offset, **extra})
 
 

@@ -1,4 +1,4 @@
-"""The application of the tour: what enqueues jobs. It could be a view of a web site; here it is a program."""
+"""The application of the tour, which enqueues jobs. In practice this is often a view of a web site."""
 
 from forq import Client
 

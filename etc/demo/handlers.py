@@ -1,6 +1,6 @@
-"""The handlers of the tour: a good one, and three that behave as badly as handlers sometimes do.
+"""The handlers of the tour: two good ones, one that leaves daemons, and one that hangs.
 
-Each records when it starts and ends, so that the tour can check its claims.
+Each records when it starts and ends, so that the tour can check its results.
 """
 
 import os
@@ -23,7 +23,7 @@ def greet(data: Any, job: "Job") -> None:
 
 
 def deliver(data: Any, job: "Job") -> None:
-    """Takes data["seconds"], reports its progress, and then waits until the door is opened, if it has one."""
+    """Runs for data["seconds"] and reports its progress, then waits until the file data["door"] exists, if given."""
     note(job, "began")
     steps = 10
     for step in range(1, steps + 1):
@@ -35,7 +35,7 @@ def deliver(data: Any, job: "Job") -> None:
 
 
 def leave_daemons(data: Any, job: "Job") -> None:
-    """Starts data daemons in sessions of their own, and returns as if nothing was."""
+    """Starts `data` daemons, each in its own session, and returns."""
     for _ in range(data):
         if os.fork() == 0:
             os.setsid()

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.text import Text
-from stage import HERE, NotSo, Stage
+from stage import HERE, CheckFailed, Stage
 
 from forq.ctl.client import ControlClient
 from forq.ctl.screen import NonBlockingClient, Screen
@@ -84,7 +84,7 @@ def main() -> int:
         try:
             stage.start()
             make_queues(stage)
-        except NotSo as exc:
+        except CheckFailed as exc:
             print(exc, file=sys.stderr)
             return 1
         feed = NonBlockingClient(lambda: ControlClient(str(Path(stage.state_dir, "control.sock"))))

@@ -1,4 +1,4 @@
-"""The stage of the tour: a supervisor in a temporary directory, commands shown as typed, and checked claims."""
+"""The stage of the tour: a supervisor in a temporary directory, commands printed as typed, and checks."""
 
 import json
 import os
@@ -20,8 +20,8 @@ PATIENCE_SECONDS = 30.0
 STOP_SECONDS = 15.0
 
 
-class NotSo(Exception):
-    """A claim of the tour is not true."""
+class CheckFailed(Exception):
+    """A check of the tour failed."""
 
 
 class Note(NamedTuple):
@@ -33,7 +33,7 @@ class Note(NamedTuple):
 
 
 class Stage:
-    """Everything it starts ends with it, also after Ctrl-C."""
+    """Stops everything it started at its end, also after Ctrl-C."""
 
     def __init__(self, fast: bool) -> None:
         self._fast = fast
@@ -49,7 +49,7 @@ class Stage:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        # A second Ctrl-C must not leave half of it behind.
+        # A second Ctrl-C must not interrupt the cleanup.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._stop()
@@ -63,7 +63,7 @@ class Stage:
         return self._supervisor.pid
 
     def start(self) -> None:
-        """`forq run`, in a session of its own: a Ctrl-C in this terminal is for the tour alone."""
+        """Runs `forq run` in its own session: a Ctrl-C in this terminal reaches only the tour."""
         self.show_command("forq run &")
         with open(self.directory / "log", "ab") as log:
             self._supervisor = subprocess.Popen(
@@ -76,7 +76,7 @@ class Stage:
             )
         self.wait_for("the supervisor answers", self._is_up)
 
-    def say(self, text: str) -> None:
+    def explain(self, text: str) -> None:
         print(f"\n{text}", flush=True)
         self.pause(1.5 + len(text) / 40)
 
@@ -98,11 +98,11 @@ class Stage:
         self.pause(1.5 + len(source) / 60)
 
     def ctl(self, *arguments: str, code: int = 0) -> str:
-        """Runs forqctl, shows it as typed and what it printed."""
+        """Runs forqctl; prints the command and its output."""
         return self.run("forqctl", *arguments, code=code)
 
     def run(self, program: str, *arguments: str, code: int = 0) -> str:
-        """The same with another program. Its stderr is shown if it does not exit with 0."""
+        """Runs any program; prints the command and its output, and its stderr if it does not exit with 0."""
         self.show_command(" ".join([program, *map(_typed, arguments)]))
         beside = BIN / program
         done = subprocess.run(
@@ -116,21 +116,21 @@ class Stage:
         for line in (done.stdout + (done.stderr if done.returncode else "")).splitlines():
             print(f"  {line}".rstrip(), flush=True)
         if done.returncode != code:
-            raise NotSo(f"{program} {' '.join(arguments)} ended with {done.returncode} instead of {code}")
+            raise CheckFailed(f"{program} {' '.join(arguments)} ended with {done.returncode} instead of {code}")
         self.pause(1.5)
         return done.stdout
 
-    def ask(self, *arguments: str) -> Any:
-        """The same, unseen, for the tour itself."""
+    def query(self, *arguments: str) -> Any:
+        """Runs forqctl --json without printing anything; returns its result."""
         done = subprocess.run(
             [str(BIN / "forqctl"), "--json", *arguments], capture_output=True, text=True, env=self._environ, check=False
         )
         return json.loads(done.stdout) if done.returncode == 0 else None
 
     def queue(self, name: str) -> dict[str, Any]:
-        status = self.ask("status", name)
+        status = self.query("status", name)
         if status is None:
-            raise NotSo(f"there is no queue {name}")
+            raise CheckFailed(f"there is no queue {name}")
         found: dict[str, Any] = status["queues"][0]
         return found
 
@@ -141,16 +141,16 @@ class Stage:
         found = [Note(line[0], line[1], line[2], int(line[3]), float(line[4])) for line in lines]
         return [note for note in found if (note.queue, note.event) == (queue, event)]
 
-    def claim(self, text: str, holds: object) -> None:
+    def check(self, text: str, holds: object) -> None:
         if not holds:
-            raise NotSo(text)
+            raise CheckFailed(text)
         print(f"  checked: {text}", flush=True)
 
     def wait_for(self, text: str, condition: Callable[[], Any]) -> Any:
         deadline = time.monotonic() + PATIENCE_SECONDS
         while not (value := condition()):
             if time.monotonic() > deadline:
-                raise NotSo(f"{text} (waited {PATIENCE_SECONDS:g} s)")
+                raise CheckFailed(f"{text} (waited {PATIENCE_SECONDS:g} s)")
             time.sleep(0.02)
         return value
 
@@ -161,8 +161,8 @@ class Stage:
     def _is_up(self) -> bool:
         assert self._supervisor is not None
         if self._supervisor.poll() is not None:
-            raise NotSo(f"forq run ended with {self._supervisor.returncode}")
-        status = self.ask("status")
+            raise CheckFailed(f"forq run ended with {self._supervisor.returncode}")
+        status = self.query("status")
         return status is not None and bool(status["supervisor"]["redis"]["ok"])
 
     def _stop(self) -> None:

@@ -1,7 +1,7 @@
-"""A guided tour of forq, of about two minutes: `make demo`. With --fast it does not wait for readers.
+"""A guided tour of forq in about two minutes: `make demo`. With --fast it does not pause for readers.
 
-Each step says what will happen, runs the real command, and checks what it said; the exit code is 1 if something is not
-so. All of it happens in a temporary directory, with the embedded server, and is gone afterwards.
+Each step announces what will happen, runs real commands, and checks the result; the exit code is 1 if a check fails.
+Everything runs in a temporary directory with the embedded server, and is removed at the end.
 """
 
 import argparse
@@ -15,17 +15,19 @@ from types import FrameType
 
 import handlers
 import psutil
-from stage import HERE, NotSo, Stage
+from stage import HERE, CheckFailed, Stage
 
 INTERRUPTED = 130
 RATE_JOBS = 15
 
 
-def queues_come_up(stage: Stage) -> None:
-    stage.title("1. Queues come up")
-    stage.say("A supervisor starts, with a server of its own. Then we make two queues; each gets processes of its own.")
+def start_queues(stage: Stage) -> None:
+    stage.title("1. Start queues")
+    stage.explain(
+        "We start a supervisor with an embedded server and create two queues. Each queue gets its own processes."
+    )
     stage.start()
-    stage.say("A handler is a function of a job's data and the job itself:")
+    stage.explain("A handler is a function that takes a job's data and the job:")
     stage.show_code(inspect.getsource(handlers.greet))
     stage.show_code(inspect.getsource(handlers.deliver))
     for name, handler in (("greetings", "greet"), ("parcels", "deliver")):
@@ -33,7 +35,7 @@ def queues_come_up(stage: Stage) -> None:
         stage.wait_for(f"{name} is ready", lambda name=name: "main idle" in title_of_main(stage, name))  # type: ignore[misc]
     pid = str(stage.supervisor_pid)
     shown = stage.run("ps", "-o", "pid,args", "--forest", "-p", pid, "--ppid", pid)
-    stage.claim(
+    stage.check(
         "each queue has a main and a retry process",
         all(f"forq: {name} {role}" in shown for name in ("greetings", "parcels") for role in ("main", "retry")),
     )
@@ -44,25 +46,25 @@ def title_of_main(stage: Stage, name: str) -> str:
     return " ".join(psutil.Process(pid).cmdline()) if pid is not None else ""
 
 
-def jobs_flow(stage: Stage) -> None:
-    stage.title("2. Jobs flow")
-    stage.say("This is what the application does; drain waits until nothing is left.")
+def run_jobs(stage: Stage) -> None:
+    stage.title("2. Run jobs")
+    stage.explain("The application below enqueues jobs; drain waits until the queue is empty.")
     program = HERE / "application.py"
     stage.show_code(program.read_text().partition("\n\n")[2])
     stage.run("python", str(program))
     stage.ctl("drain", "greetings")
     stage.ctl("status", "greetings")
-    stage.claim("1001 jobs are done, each ran once", stage.queue("greetings")["done"] == 1001)
-    stage.claim("and the handler was called 1001 times", len(stage.notes("greetings", "began")) == 1001)
+    stage.check("1001 jobs are done, each ran once", stage.queue("greetings")["done"] == 1001)
+    stage.check("the handler was called 1001 times", len(stage.notes("greetings", "began")) == 1001)
 
 
-def a_worker_is_killed(stage: Stage) -> None:
-    stage.title("3. A worker is killed with -9")
-    stage.say("A parcel is on its way when somebody kills its process. No job may be lost by that.")
-    # It cannot arrive before the tour says so, however slowly somebody reads.
+def kill_a_worker(stage: Stage) -> None:
+    stage.title("3. Kill a worker with -9")
+    stage.explain("We kill the process of a running job. The job must not be lost.")
+    # The job waits for this file, so that it does not end before the kill.
     door = stage.directory / "door"
     stage.ctl("push", "parcels", json.dumps({"seconds": 2, "door": str(door)}), "--id", "parcel-1")
-    stage.wait_for("parcel-1 is on its way", lambda: stage.notes("parcels", "began"))
+    stage.wait_for("parcel-1 runs", lambda: stage.notes("parcels", "began"))
     first = stage.notes("parcels", "began")[0].pid
     stage.show_command(f"kill -9 {first}")
     os.kill(first, signal.SIGKILL)
@@ -70,17 +72,17 @@ def a_worker_is_killed(stage: Stage) -> None:
     shown = stage.ctl("job", "parcels", "parcel-1")
     stage.ctl("why", "parcels", "parcel-1")
     second = stage.notes("parcels", "began")[1].pid
-    stage.claim(f"it runs again, in process {second} instead of {first}", first != second)
-    stage.claim("the attempt that died is known, and counted", "stalled" in shown and "SIGKILL" in shown)
+    stage.check(f"it runs again, in process {second} instead of {first}", first != second)
+    stage.check("the killed attempt is listed and counted", "stalled" in shown and "SIGKILL" in shown)
     stage.show_command("touch door")
     door.touch()
     stage.ctl("drain", "parcels")
-    stage.claim("it has arrived, once", len(stage.notes("parcels", "ended")) == 1)
+    stage.check("it was completed once", len(stage.notes("parcels", "ended")) == 1)
 
 
-def daemons_are_wiped_out(stage: Stage) -> None:
-    stage.title("4. A handler that leaves daemons behind")
-    stage.say("This one forks twice, with a session of its own, as daemons do. Nothing of it may outlive its queue.")
+def kill_daemons(stage: Stage) -> None:
+    stage.title("4. Kill daemons of a handler")
+    stage.explain("This handler forks twice and starts a new session, as daemons do. No process may outlive its queue.")
     stage.show_code(inspect.getsource(handlers.leave_daemons))
     stage.ctl("create", "untidy", "--handler", "handlers:leave_daemons", "--path", str(HERE))
     stage.ctl("push", "untidy", "3")
@@ -89,16 +91,16 @@ def daemons_are_wiped_out(stage: Stage) -> None:
     daemons = [psutil.Process(pid) for pid in pids]
     listed = ",".join(map(str, pids))
     stage.run("ps", "-o", "pid,ppid,sid,args", "-p", listed)
-    stage.claim("three daemons run", all(daemon.is_running() for daemon in daemons))
+    stage.check("three daemons run", all(daemon.is_running() for daemon in daemons))
     stage.ctl("delete", "untidy", "--force")
     stage.run("ps", "-o", "pid,ppid,sid,args", "-p", listed, code=1)
-    stage.claim("none of them does any more", not any(daemon.is_running() for daemon in daemons))
+    stage.check("none of them is left", not any(daemon.is_running() for daemon in daemons))
 
 
-def a_job_hangs(stage: Stage) -> None:
-    stage.title("5. A job that hangs")
-    stage.say(
-        "Its timeout is four seconds. Until then we can look where it is; then it is killed, with its stack kept."
+def time_out_a_job(stage: Stage) -> None:
+    stage.title("5. Time out a job")
+    stage.explain(
+        "This job hangs, and its timeout is four seconds. We can see its stack while it runs, and after it was killed."
     )
     stage.show_code(inspect.getsource(handlers.hang))
     arguments = ("--set", "timeout=4s", "--set", "max_timeouts=0")
@@ -110,14 +112,14 @@ def a_job_hangs(stage: Stage) -> None:
     stage.ctl("why", "stuck", "hanging")
     shown = stage.ctl("dead", "show", "stuck", "hanging")
     where = "in wait_for_a_reply_that_never_comes"
-    # On a slow machine its time may be over before anybody looks.
-    stage.claim("it was seen where it hangs", where in stack or "no job is running" in stack)
-    stage.claim("the stack at its end is kept", where in shown and "TimeoutError" in shown)
+    # On a slow machine it may have timed out before.
+    stage.check("its stack shows where it hangs", where in stack or "no job is running" in stack)
+    stage.check("the stack at the timeout was kept", where in shown and "TimeoutError" in shown)
 
 
-def a_rate_limit(stage: Stage) -> None:
-    stage.title("6. A rate limit")
-    stage.say(f"At most five jobs per second may begin, over all machines. {RATE_JOBS} are pushed at once.")
+def limit_the_rate(stage: Stage) -> None:
+    stage.title("6. Limit the rate")
+    stage.explain(f"At most five jobs per second may start, on all machines together. We push {RATE_JOBS} at once.")
     arguments = ("--set", "rate=5/1s", "--set", "burst=1")
     stage.ctl("create", "polite", "--handler", "handlers:greet", "--path", str(HERE), *arguments)
     many = stage.directory / "polite.jsonl"
@@ -129,55 +131,53 @@ def a_rate_limit(stage: Stage) -> None:
     stage.ctl("drain", "polite")
     times = sorted(note.time for note in stage.notes("polite", "began"))
     seconds = times[-1] - times[0]
-    # 14 intervals of 200 ms; the clocks of Redis and of the handler are read at different moments.
-    stage.claim(
-        f"all {RATE_JOBS} ran, within {seconds:.1f} s and not sooner", len(times) == RATE_JOBS and seconds > 2.6
+    # 14 intervals of 200 ms, less some tolerance: Redis and the handler read their clocks at different times.
+    stage.check(f"all {RATE_JOBS} ran, spread over {seconds:.1f} s", len(times) == RATE_JOBS and seconds > 2.6)
+
+
+def audit_the_journals(stage: Stage) -> None:
+    stage.title("7. Audit the journals")
+    stage.explain(
+        "Each queue has a journal, chained by hashes. The audit checks all journals for lost or duplicated jobs."
     )
-
-
-def the_audit(stage: Stage) -> None:
-    stage.title("7. The audit")
-    stage.say("Each queue has a journal, chained by hashes. The audit reads them all: was anything lost, or doubled?")
     if find_spec("pyspark") is None:
         print("  The audit needs Spark, which is not installed: pip install 'forq[pipeline,java]' (500 MB).")
         print("  Then, with a supervisor running: forq pipeline audit")
         return
-    said = stage.run("forq", "pipeline", "audit").splitlines()[-1]
-    stage.claim("it says that all is clean", said.endswith(": clean"))
+    verdict = stage.run("forq", "pipeline", "audit").splitlines()[-1]
+    stage.check("the audit found nothing wrong", verdict.endswith(": clean"))
 
 
 STEPS = (
-    queues_come_up,
-    jobs_flow,
-    a_worker_is_killed,
-    daemons_are_wiped_out,
-    a_job_hangs,
-    a_rate_limit,
-    the_audit,
+    start_queues,
+    run_jobs,
+    kill_a_worker,
+    kill_daemons,
+    time_out_a_job,
+    limit_the_rate,
+    audit_the_journals,
 )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="tour.py", description="a guided tour of forq, of about two minutes")
-    parser.add_argument("--fast", action="store_true", help="without pauses for readers")
-    parser.add_argument(
-        "--no-audit", dest="audit", action="store_false", help="without the last step, which needs Spark"
-    )
+    parser = argparse.ArgumentParser(prog="tour.py", description="a guided tour of forq in about two minutes")
+    parser.add_argument("--fast", action="store_true", help="do not pause for readers")
+    parser.add_argument("--no-audit", dest="audit", action="store_false", help="skip the last step, which needs Spark")
     args = parser.parse_args()
     signal.signal(signal.SIGTERM, _interrupt)
-    steps = [step for step in STEPS if args.audit or step is not the_audit]
+    steps = [step for step in STEPS if args.audit or step is not audit_the_journals]
     with Stage(args.fast) as stage:
         try:
             for step in steps:
                 step(stage)
-        except NotSo as exc:
-            print(f"\nNOT SO: {exc}\n\nThe supervisor's log:\n{stage.log()}", file=sys.stderr)
+        except CheckFailed as exc:
+            print(f"\nCHECK FAILED: {exc}\n\nThe supervisor's log:\n{stage.log()}", file=sys.stderr)
             return 1
         except KeyboardInterrupt:
             print("\ninterrupted; cleaning up", file=sys.stderr)
             return INTERRUPTED
-        stage.title("That was it")
-        stage.say("Everything was as the tour said. Next: README.md, or `make run` for a supervisor to play with.")
+        stage.title("Done")
+        stage.explain("All checks passed. Next: read README.md, or run `make run` to try forq yourself.")
     return 0
 
 

@@ -1,6 +1,6 @@
-"""Sample handlers: what a queue calls for each job.
+"""Sample handlers. A queue calls its handler for each job.
 
-A return, whatever the value, means the job is done. An exception means it has failed.
+If it returns, the job is done; if it raises, the attempt has failed.
 """
 
 import time
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def handle(data: Any, job: "Job") -> None:
-    """Prints what it was given."""
+    """Prints the job's data."""
     print(f"job {job.id}: hello, {data!r}", flush=True)
 
 
@@ -20,5 +20,5 @@ def greet(data: Any, job: "Job") -> str:
 
 
 def slow(data: Any, job: "Job") -> None:
-    """Takes data["seconds"], to have something to look at in `forqctl status`."""
+    """Runs for data["seconds"], so that `forqctl status` shows a running job."""
     time.sleep(data["seconds"])

@@ -20,7 +20,7 @@ def test_a_percentile_is_not_off_by_one_where_percent_has_no_exact_double(count:
 
 
 def test_no_values_have_no_percentile() -> None:
-    with pytest.raises(ValueError, match="no values"):
+    with pytest.raises(ValueError, match="at least one value"):
         percentile([], 50)
 
 
