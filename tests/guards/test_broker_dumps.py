@@ -53,6 +53,27 @@ def test_seeded_runs_of_external_workers_end_as_they_did(server: Server) -> None
     check("dumps_external.txt", dumps())
 
 
+def test_jobs_enqueued_alone_end_as_they_did(server: Server) -> None:
+    """enqueue.lua stores one new job of a queue without max_items on a shorter path, which the models do not take."""
+    server.flush()
+    check("dumps_single.txt", single_jobs(server))
+
+
+def single_jobs(server: Server) -> Iterator[str]:
+    """A job for nobody, jobs for an idle worker, and an id that is known already; a dump after each."""
+    with one_queue(server.url, "q", max_items=0) as queue:
+        queue.enqueue("a")
+        yield dump(server)
+        worker = queue.worker()
+        assert worker.turn(want=1) == ["a"]
+        assert worker.turn(done="a") == []
+        queue.enqueue("b", priority=2)
+        queue.enqueue("c", if_exists="update")
+        yield dump(server)
+        queue.enqueue("c", priority=1, if_exists="update")
+        yield dump(server)
+
+
 def test_operations_outside_the_models_end_as_they_did(server: Server) -> None:
     server.flush()
     check("dumps_others.txt", others(server))
