@@ -58,6 +58,11 @@ class Successors:
     def processes(self) -> list[QueueProcess]:
         return list(self._processes.values())
 
+    @property
+    def ending(self) -> bool:
+        """Whether its processes are being killed."""
+        return self._error is not None
+
     def hand_over(self, gone: Callable[[], None]) -> None:
         """Another ServedQueue takes these processes; the old one gets no more callbacks."""
         self._done, self._gone = None, gone

@@ -143,6 +143,10 @@ class ServedQueue:
         return self._successors is not None
 
     @property
+    def successors_ending(self) -> bool:
+        return self._successors is not None and self._successors.ending
+
+    @property
     def opening(self) -> bool:
         """Whether the queue is not yet created or joined in Redis."""
         return not self._opened and self.config_error is None

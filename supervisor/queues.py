@@ -329,6 +329,9 @@ class Queues:
 
         if queue.refused and not queue.has_successors:
             queue.start_successors(queue.spec, queue.options, seconds, imported)
+        elif queue.refused and queue.successors_ending:
+            # Those of an earlier restart, which Redis refused as well.
+            queue.stop(lambda: self.restart(queue, seconds, then), now=True)
         else:
             queue.restart(seconds, restarted)
 

@@ -273,3 +273,27 @@ def test_a_found_queue_is_joined_once(stage: Stage) -> None:
     stage.queues.found("r", "on_request")
     ((verb, params, _),) = stage.clerk.requests
     assert (verb, params["name"], params["joining"]) == ("create", "r", True)
+
+
+def test_a_restart_requested_while_the_successors_of_a_refused_one_are_dying_is_served(stage: Stage) -> None:
+    opened(stage)
+    stage.answer(InvalidOption("another mode"))
+    queue, first, second = stage.queues.by_name["q"], list[ForqError | None](), list[ForqError | None]()
+    stage.queues.restart(queue, 10.0, first.append)
+    stage.loop.run()
+    import_all(stage)
+    stage.answer(InvalidOption("another mode"))
+    assert (len(first), queue.refused, queue.has_successors) == (1, True, True)
+    stage.queues.restart(queue, 10.0, second.append)
+    stage.kill_all()
+    stage.loop.run()
+    import_all(stage)
+    stage.answer(MADE)
+    assert (second, queue.refused) == ([None], False)
+
+
+def import_all(stage: Stage) -> None:
+    for child in stage.children:
+        if not child.stopping and not child.ended:
+            child.receive(imported=True)
+    stage.loop.run()
