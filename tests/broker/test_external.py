@@ -383,12 +383,12 @@ def test_a_notification_for_a_busy_worker_does_nothing(queue: ExternalQueue) -> 
 
 
 def test_a_notification_for_an_expired_worker_does_nothing(queue: ExternalQueue) -> None:
-    queue.redis.hset(queue.key("options"), "paused", "1")
+    queue.set_options(paused=1)
     queue.idle("w1")
     queue.enqueue("a")
     entry = queue.hash("awaiters")["w1"].split(" ", 1)[1]
     queue.redis.hset(queue.key("awaiters"), "w1", f"1 {entry}")
-    queue.redis.hset(queue.key("options"), "paused", "0")
+    queue.set_options(paused=0)
     assert queue.fetch_assigned() is None
     assert queue.fetch_assigned("stranger") is None
     assert queue.pending() == ["a"]

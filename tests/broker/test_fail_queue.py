@@ -227,6 +227,6 @@ def test_a_join_during_pause_or_resume_leaves_the_fail_queue_unchanged(queue: On
     queue.registry.pause(queue.name, paused=True)
     queue.registry.pause(queue.name, paused=paused)
     before = paused_and_events(queue)
-    queue.redis.hset(queue.key("options"), "paused", int(not paused))
+    queue.set_options(paused=int(not paused))
     with_fail_queue(queue)
     assert paused_and_events(queue) == before

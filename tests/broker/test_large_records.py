@@ -232,7 +232,7 @@ def test_without_a_noted_size_every_record_may_be_large(queue: OneQueue) -> None
     ids = [f"j{n}" for n in range(6)]
     enqueue(queue, dict.fromkeys(ids, MB))
     queue.redis.hdel(queue.key("options"), "largest_record")
-    queue.redis.hincrby(queue.key("options"), "version", 1)
+    queue.options_changed()
     enqueue(queue, {"last": 2 * MB})
     assert largest(queue) == 0
     assert [len(turn) for turn in claim_all(queue.worker())] == [4, 3]
@@ -278,7 +278,7 @@ def test_counts_read_few_large_jobs(queue: OneQueue) -> None:
     queue.redis.config_resetstat()
     counts = queue.inspector.counts()
     assert (counts.waiting, counts.oldest_waiting_seconds is None) == (15, False)
-    assert calls(queue, "hget") == 3, "the record of the stale hint, that of a live one, and a count"
+    assert calls(queue, "hget") == 4, "the version of the options, the record of the stale hint, a live one, a count"
 
 
 def replies_of(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> list[int]:

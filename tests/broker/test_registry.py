@@ -113,12 +113,13 @@ def test_a_queue_created_again_on_another_server_has_its_own_options(queue: OneQ
     """This server was the master before and is again; it has seen neither the deletion nor the creation."""
     queue.enqueue("a")
     queue.redis.hset(queue.key("options"), mapping={"epoch": 1, "max_items": 1})
+    queue.redis.hset(queue.key("counts"), "options", "1 1")
     with pytest.raises(QueueFull):
         queue.enqueue("b")
 
 
 def test_options_without_a_version_are_read_each_time(queue: OneQueue) -> None:
-    queue.redis.hdel(queue.key("options"), "version")
+    queue.redis.hdel(queue.key("counts"), "options")
     queue.enqueue("a")
     queue.redis.hset(queue.key("options"), "max_items", 1)
     with pytest.raises(QueueFull):

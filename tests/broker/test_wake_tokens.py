@@ -147,7 +147,7 @@ def test_only_a_verb_that_may_make_an_item_ready_notifies_an_awaiter(redis_url: 
         queue.registry.pause(queue.name, paused=True)
         queue.enqueue("a", "b")
         assert queue.ask("x") is None
-        queue.redis.hset(queue.key("options"), "paused", 0)
+        queue.set_options(paused=0)
         if verb == "enqueue":
             queue.enqueue("c")
         else:
@@ -185,7 +185,7 @@ def test_only_a_verb_that_may_free_a_place_wakes_a_limited_worker(queue: OneQueu
         queue.enqueue("f", "g")
     else:
         if verb == "pause":
-            queue.redis.hset(queue.key("options"), "paused", 1)
+            queue.set_options(paused=1)
         queue.link.run(script(verb), queue.base, *(WAKES | WAKES_NOBODY)[verb])
     assert limited(queue) == ([] if verb in WAKES else ["p1 w1"])
     assert wakes(queue, first) == (1 if verb in {*WAKES, "pause"} else 0), "a resumed queue wakes every worker"

@@ -48,7 +48,7 @@ QUEUE_KEYS = (
     "evicting",  # hash: processor -> cause, of processors being evicted that still have workers
     "graves",  # zset: removed workers and evicted processors, by the time (ms) at which they are forgotten
     "options",  # hash: epoch, protocol, mode, paused, options
-    "counts",  # hash: fence, journal sequence, hash and bytes, hints in other lists, ids dropped
+    "counts",  # hash: version of the options, fence, journal sequence, hash and bytes, hints in other lists …
     "processed:count",
     "failed:count",
     "events",  # stream: the journal; outlives the queue by 7 days

@@ -72,7 +72,13 @@ class OneQueue:
     def set_options(self, **options: int) -> None:
         """Sets any options, also those that `configure` would refuse."""
         self.redis.hset(self.key("options"), mapping=options)
-        self.redis.hincrby(self.key("options"), "version", 1)
+        self.options_changed()
+
+    def options_changed(self) -> None:
+        """Gives the options a new version, so that scripts read them again."""
+        version = self.redis.hincrby(self.key("options"), "version", 1)
+        epoch = self.redis.hget(self.key("options"), "epoch").decode()
+        self.redis.hset(self.key("counts"), "options", f"{epoch} {version}")
 
     def enqueue(self, *ids: str, priority: int = 5, token: str | None = None, if_exists: str = "refuse") -> list[str]:
         jobs = [new_job({"n": job_id}, id=job_id, priority=priority, token=token) for job_id in ids]

@@ -9,8 +9,8 @@ local journal, records, attempts, hints, limits, timers, schedules, blocked = {}
 local progress, waiters, done, awaiters, leases, claims, failures, dead = {}, {}, {}, {}, {}, {}, {}, {}
 local recovery, turns, verbs = {}, {}, {}
 
--- Key names and options per queue base. Options are valid for one epoch and version, which every call reads again, so a
--- call never sees stale options.
+-- Key names and options per queue base. Options are valid for one epoch and version. The field `options` of `counts`
+-- has both, and every call reads it again, so a call never sees stale options.
 local CACHE, CACHE_MAX = { queues = {}, count = 0 }, 1000
 
 local KEYS, ARGV
@@ -100,8 +100,16 @@ local function channel(name)
   return base .. '@' .. (options.db or '0') .. ':' .. name
 end
 
--- Starts a call about a queue.
-local function open(keys, args)
+-- Increments the version of a queue's options. Call it after each change of them. `of`: the base of this queue or of
+-- its fail queue.
+local function next_version(of)
+  local version = redis.call('HINCRBY', of .. ':options', 'version', 1)
+  redis.call('HSET', of .. ':counts', 'options', redis.call('HGET', of .. ':options', 'epoch') .. ' ' .. version)
+  return version
+end
+
+-- Starts a call about a queue, up to the options.
+local function open_queue(keys, args)
   begin(keys, args)
   base = keys[1]
   cached = CACHE.queues[base]
@@ -118,31 +126,39 @@ local function open(keys, args)
   local now = redis.call('TIME')
   now_us = now[1] * 1000000 + now[2]
   now_ms = (now_us - now_us % 1000) / 1000
+end
 
-  -- Pausing does not change the version, so it does not invalidate the cached options.
-  local stored = redis.call('HMGET', key('options'), 'epoch', 'version', 'paused')
-  epoch, paused = stored[1], stored[3] == '1'
-  if not stored[2] or cached.epoch ~= epoch or cached.version ~= stored[2] then
+-- Reads the options, unless those in the cache are of this version (nil or false: there is no queue).
+local function read_options(version)
+  if not version or cached.version ~= version then
     local all, named = redis.call('HGETALL', key('options')), {}
     for at = 1, #all, 2 do named[all[at]] = all[at + 1] end
-    cached.epoch, cached.version, cached.options, cached.numbers = epoch, stored[2], named, {}
+    cached.version, cached.epoch, cached.paused = version, named.epoch, named.paused == '1'
+    cached.options, cached.numbers = named, {}
     options, cached_numbers = named, cached.numbers
     cached.journal_on, cached.journal_max = named.journal == '1', option('journal_max')
     cached.on_request = named.mode == 'on_request' or named.mode == 'external'
     cached.rate_count, cached.max_active = option('rate_count'), option('max_active')
     cached.has_limits = cached.rate_count > 0 or cached.max_active > 0
   end
-  options, cached_numbers = cached.options, cached.numbers
+  epoch, paused, options, cached_numbers = cached.epoch, cached.paused, cached.options, cached.numbers
   protocol, mode, on_request = options.protocol, options.mode, cached.on_request
   journal_on, journal_max = cached.journal_on, cached.journal_max
   rate_count, max_active, has_limits = cached.rate_count, cached.max_active, cached.has_limits
 end
 
+-- Starts a call about a queue.
+local function open(keys, args)
+  open_queue(keys, args)
+  read_options(redis.call('HGET', key('counts'), 'options'))
+end
+
 -- Starts a call that changes jobs: also reads `counts`.
 local function open_counts(keys, args)
-  open(keys, args)
+  open_queue(keys, args)
   stored_counts = redis.call('HMGET', key('counts'), 'journal_sequence', 'journal_hash', 'journal_bytes', 'fence',
-    'other_hints', 'lane', 'suspect_hints')
+    'other_hints', 'lane', 'suspect_hints', 'options')
+  read_options(stored_counts[8])
   other_hints, in_lane = (stored_counts[5] or 0) + 0, (stored_counts[6] or 0) + 0
   suspect_hints = (stored_counts[7] or 0) + 0
   other_hints_before, in_lane_before, suspect_hints_before = other_hints, in_lane, suspect_hints

@@ -75,6 +75,8 @@ end
 --          be gone; {NO_QUEUE}: a fail queue whose queue does not exist
 -- States   unchanged
 function verbs.create()
+  -- Not from the cache: the options may have been lost.
+  read_options()
   if epoch and protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
   if epoch and mode ~= ARGV[2] then return { OTHER_MODE, mode } end
 
@@ -105,7 +107,7 @@ function verbs.create()
     end
   end
   for at = first_given, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
-  redis.call('HINCRBY', key('options'), 'version', 1)
+  next_version(base)
   options.db = redis.call('HGET', key('options'), 'db') or '0'
   if created then
     -- The graves of the last queue of this name outlive its deletion; from now on each has its own expiry.
@@ -139,7 +141,7 @@ function verbs.configure()
   if not epoch then return { NO_QUEUE } end
   for at = 1, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
   options_changed()
-  return { OK, redis.call('HINCRBY', key('options'), 'version', 1) }
+  return { OK, next_version(base) }
 end
 
 -- pause: pauses or resumes a queue. A paused queue starts no jobs; running jobs continue. Resuming wakes every worker.
@@ -153,6 +155,7 @@ function verbs.pause()
   paused = ARGV[1] == '1'
   if paused == was_paused then return { OK } end
   redis.call('HSET', key('options'), 'paused', ARGV[1])
+  next_version(base)
   if not paused then
     for _, processor in ipairs(redis.call('ZRANGE', key('processors'), 0, -1)) do
       for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do

@@ -41,14 +41,14 @@ function records.note_size(bytes, of)
   if known == 0 or bytes + HEAD_BYTES <= known then return end
   while size < bytes + HEAD_BYTES do size = 2 * size end
   redis.call('HSET', of .. ':options', 'largest_record', string.format('%.0f', size))
-  redis.call('HINCRBY', of .. ':options', 'version', 1)
+  next_version(of)
 end
 
 -- Resets the limit of an empty queue. Only heartbeats do it: changing options with every job would defeat the cache.
 function records.reset_largest()
   if records.largest() == SMALL_RECORD or redis.call('HLEN', key('jobs')) > 0 then return end
   redis.call('HSET', key('options'), 'largest_record', SMALL_RECORD)
-  redis.call('HINCRBY', key('options'), 'version', 1)
+  next_version(base)
 end
 
 -- Returns nil if the record is broken.
