@@ -112,6 +112,7 @@ def test_a_queue_created_again_has_its_own_options(redis_url: str) -> None:
 def test_a_queue_created_again_on_another_server_has_its_own_options(queue: OneQueue) -> None:
     """This server was the master before and is again; it has seen neither the deletion nor the creation."""
     queue.enqueue("a")
+    assert queue.hash("counts")["options"] == f"{queue.hash('options')['epoch']} 1"
     queue.redis.hset(queue.key("options"), mapping={"epoch": 1, "max_items": 1})
     queue.redis.hset(queue.key("counts"), "options", "1 1")
     with pytest.raises(QueueFull):
