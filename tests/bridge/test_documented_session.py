@@ -32,8 +32,8 @@ def test_the_documented_session_runs_as_written(redis_url: str) -> None:
 def test_the_documented_session_has_every_topic() -> None:
     sent = "\n".join(line for line, _ in SESSION)
     assert [topic for topic in TOPICS if f'"{topic}"' not in sent] == []
-    heard = {answer.split(" ")[0] for _, answers in SESSION for answer in answers}
-    assert heard == {
+    topics = {answer.split(" ")[0] for _, answers in SESSION for answer in answers}
+    assert topics == {
         *("job_added", "job_assignment", "job_refused", "job_deleted", "error"),
         *("jobs", "workers", "dispatched", "progress"),
     }

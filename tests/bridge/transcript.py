@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 PAGE = Path(__file__).parent.parent.parent / "docs" / "reference" / "bridge.md"
-# What differs from run to run.
+# Values that differ from run to run.
 VARYING = ("fence", "since", "last", "last_seen", "enqueued_at")
 
 
 def read(page: str) -> list[tuple[str, list[str]]]:
-    """Each line that goes in, and what is to come out."""
+    """Each input line with its expected output."""
     block = re.search(r"^```session\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert block is not None, "the page has no session"
     session: list[tuple[str, list[str]]] = []

@@ -66,13 +66,13 @@ def _done(evidence: Evidence) -> Iterator[str]:
 
 
 def _dead(evidence: Evidence) -> Iterator[str]:
-    told = {t.event.removeprefix("failed=") for t in evidence.traces if t.event.startswith("failed=")}
+    handled = {t.event.removeprefix("failed=") for t in evidence.traces if t.event.startswith("failed=")}
     for queue in _main_queues(evidence):
         dead = [event for event in queue.events if event.verb == "dead"]
         for event in dead:
             if f"{event.job}@{event.fence}" not in queue.dead:
                 yield f"{queue.name}: {event.job}@{event.fence} is dead and not among the dead"
-            if event.job not in told and not _died(evidence.queues[fail_queue(queue.name)], event):
+            if event.job not in handled and not _died(evidence.queues[fail_queue(queue.name)], event):
                 yield f"{queue.name}: {event.job} is dead and its fail handler has not run"
             if event.job not in evidence.logged.get(queue.name, ()):
                 yield f"{queue.name}: {event.job} is dead and not in the failed log"

@@ -19,10 +19,10 @@ from tests.chaos.ground import Ground, append
 CRASH_POINTS = {
     "after_claim": "a worker that has claimed and not begun",
     "before_settle": "a worker that has run a job and not said so",
-    "after_settle": "a worker that has settled and not heard the answer",
+    "after_settle": "a worker that has settled and not received the reply",
     "before_recover": "a pulse that is about to recover a dead worker",
     "after_recover": "a pulse that has recovered and not said so",
-    "in_heartbeat": "a pulse that has heard of the heartbeats of some queues",
+    "in_heartbeat": "a pulse that has received the replies to some heartbeats",
     "after_collect": "a scribe that holds lines and has not written them",
     "before_forget": "a scribe that has written lines and not forgotten them",
 }

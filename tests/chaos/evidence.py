@@ -60,8 +60,8 @@ def collect(stage: Stage, fired: dict[str, list[str]]) -> Evidence:
     for supervisor in stage.supervisors:
         for queue in QUEUES:
             for file in (supervisor.state_dir / "logs" / queue).glob("failed.jsonl*"):
-                told = {json.loads(line)["id"] for line in file.read_text().splitlines()}
-                evidence.logged.setdefault(queue, set()).update(told)
+                logged = {json.loads(line)["id"] for line in file.read_text().splitlines()}
+                evidence.logged.setdefault(queue, set()).update(logged)
         evidence.survivors += [f"{pid} of {supervisor.name}" for pid in tree_of(supervisor.state_dir)]
     for answer, how, job_id in lines(ground.taken_away):
         evidence.taken_away.setdefault(job_id, set()).add(f"{answer} {how}")

@@ -102,7 +102,7 @@ def kill_supervisor(stage: Stage, chance: random.Random) -> Hit | None:
 
 
 def _stop_tree(supervisor: Supervisor) -> list[psutil.Process]:
-    """Stops the whole tree, the supervisor first, so that it replaces nobody; repeats until no new process appears."""
+    """Stops the whole tree, the supervisor first, so that it replaces none; repeats until no new process appears."""
     stopped: dict[int, psutil.Process] = {}
     while True:
         new = [process for process in supervisor.processes() if process.pid not in stopped]

@@ -150,8 +150,8 @@ def table(outcome: Outcome) -> str:
     for name in ALL_FAULTS:
         if name in outcome.fired:
             hits = Counter(outcome.fired[name])
-            told = ", ".join(f"{times} {what}" for what, times in hits.most_common(6))
-            rows.append(f"  {name:<22} {sum(hits.values()):>5}  {told}")
+            shown = ", ".join(f"{times} {what}" for what, times in hits.most_common(6))
+            rows.append(f"  {name:<22} {sum(hits.values()):>5}  {shown}")
     return "\n".join(rows)
 
 

@@ -174,7 +174,7 @@ class Stage:
         return chance.choice(free) if free else None
 
     def watch(self) -> None:
-        """Restarts a supervisor that ended by itself, as systemd would, and records its exit code."""
+        """Restarts a supervisor that exited, as systemd would, and records its exit code."""
         for supervisor in self.supervisors:
             if not supervisor.down and supervisor.process is not None and supervisor.process.poll() is not None:
                 code = supervisor.process.returncode

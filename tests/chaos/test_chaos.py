@@ -19,7 +19,7 @@ SECONDS = 20.0
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("seed", [1, *(pytest.param(seed, marks=only_in_test_all) for seed in (2, 3))])
-def test_nothing_is_lost_doubled_or_left_whatever_happens(seed: int) -> None:
+def test_no_job_is_lost_duplicated_or_left_under_any_fault(seed: int) -> None:
     outcome = play(seed, SECONDS, faults_of(""), audit=False)
     print(f"\n{table(outcome)}\n{outcome.figures}\n{outcome.phases}")
     assert outcome.found == [], f"again: make chaos SEED={seed} SECONDS={SECONDS:g}; evidence: {outcome.directory}"
@@ -28,7 +28,7 @@ def test_nothing_is_lost_doubled_or_left_whatever_happens(seed: int) -> None:
 
 @only_in_test_all
 @pytest.mark.timeout(300)
-def test_without_the_fence_the_checker_finds_what_zombies_have_settled(tmp_path: Path) -> None:
+def test_without_the_fence_the_checker_finds_jobs_settled_by_zombies(tmp_path: Path) -> None:
     """In a separate process, because the mutated scripts stay loaded."""
     command = [sys.executable, "-m", "tests.chaos.run", "--seed", "1", "--seconds", "12", "--faults", "zombie:20"]
     environ = {**os.environ, MUTANT: "unfenced", "PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)}

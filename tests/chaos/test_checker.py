@@ -26,9 +26,9 @@ JOURNAL = [
 FAIL_JOURNAL = ["created 0 9", "claimed 21 1 c:12", "done 21 c:12 4"]
 
 
-def queue_end(name: str, told: list[str], **more: Any) -> QueueEnd:
+def queue_end(name: str, texts: list[str], **more: Any) -> QueueEnd:
     chain, entries = Replay(), []
-    for text in told:
+    for text in texts:
         entry = chain.next_entry(9, text)
         chain.epoch, chain.sequence, chain.hash = 9, chain.sequence + 1, unpack_entry(entry).hash
         entries.append(entry)
@@ -74,8 +74,8 @@ def test_a_correct_run_has_no_violations(evidence: Evidence) -> None:
 def replace_journal(evidence: Evidence, old: str, new: str) -> None:
     """Changes an event; the chain stays valid."""
     kept = evidence.queues["kept"]
-    told = [text.replace(old, new) for text in JOURNAL]
-    kept.entries, kept.events = (changed := queue_end("kept", told)).entries, changed.events
+    texts = [text.replace(old, new) for text in JOURNAL]
+    kept.entries, kept.events = (changed := queue_end("kept", texts)).entries, changed.events
 
 
 def _end(job: str, fence: int) -> Callable[[Trace], bool]:

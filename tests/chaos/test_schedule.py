@@ -22,7 +22,7 @@ def test_each_fault_strikes_as_often_as_its_rate_says_and_at_least_once_within_t
     assert all(0 < strike.at_seconds < 30 for strike in strikes)
 
 
-def test_the_strikes_of_a_fault_stay_when_another_is_left_out() -> None:
+def test_the_strikes_of_a_fault_do_not_depend_on_other_faults() -> None:
     alone = draw(7, 60, {"often": 60.0})
     assert [strike for strike in draw(7, 60, RATES) if strike.fault == "often"] == alone
 
@@ -33,6 +33,6 @@ def test_faults_are_named_with_commas_and_rates() -> None:
 
 
 @pytest.mark.parametrize("text", ["zombi", "zombie:x", "zombie,"])
-def test_a_fault_that_does_not_exist_is_refused_with_those_that_do(text: str) -> None:
+def test_an_unknown_fault_is_refused_with_the_list_of_known_ones(text: str) -> None:
     with pytest.raises(ValueError, match=r"is not allowed: NAME or NAME:PER_MINUTE, of kill_child, kill_pulse"):
         faults_of(text)

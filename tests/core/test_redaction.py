@@ -35,7 +35,7 @@ def test_messages_of_forq_and_their_tracebacks_are_redacted() -> None:
 
 def test_what_handlers_print_is_redacted_in_the_log_and_in_the_files() -> None:
     with running(settings="log_redact = ['pw=([a-z0-9]+)']\n") as forq:
-        forq.ctl("create", "q", "--handler", "talking:repeat", "--path", str(HANDLERS))
+        forq.ctl("create", "q", "--handler", "printing:repeat", "--path", str(HANDLERS))
         forq.ctl("push", "q", '"my pw=hunter2 is good"')
         wait_until(lambda: "pw=[redacted] is good" in forq.ctl("logs", "q"), what="it is in the files")
         wait_until(lambda: "pw=[redacted] is good" in forq.log, what="it is in the log")

@@ -1,11 +1,12 @@
-"""forqctl jobs, job, remove and cancel."""
+"""forqctl jobs, job, remove, cancel and dead."""
+
+import json
+from typing import Any
 
 import pytest
 
-from tests.ctl.fake_supervisor import (
-    FakeSupervisor,
-    forqctl,
-)
+from forq import errors
+from tests.ctl.fake_supervisor import FakeSupervisor, forqctl, on_a_terminal
 
 
 def test_jobs_shows_one_page_and_the_command_for_the_next(fake: FakeSupervisor) -> None:
@@ -48,3 +49,79 @@ def test_remove_and_cancel_exit_with_4_if_there_is_no_such_job(fake: FakeSupervi
     fake.answers[verb] = {field: False}
     assert forqctl(fake, verb, "q", "7") == (4, "", f"forqctl: queue q has no job 7 to {verb}; see: forqctl why q 7\n")
     assert fake.calls == [(verb, {"name": "q", "id": "7"})] * 2
+
+
+def test_dead_list_shows_one_page_and_the_command_for_the_next(fake: FakeSupervisor) -> None:
+    job = {"id": "a", "fence": 7, "identifier": "Ann", "died_at": 0, "error": "ValueError", "message": "no\x1b"}
+    fake.answers["dead.list"] = {"jobs": [job, {**job, "error": None, "message": None}], "next": "5/a@7"}
+    assert forqctl(fake, "dead", "list", "q", "--limit", "2", "--after", "9/b@1") == (
+        0,
+        "ID  FENCE  IDENTIFIER  DIED                      ERROR\n"
+        "a   7      Ann         1970-01-01T00:00:00.000Z  ValueError: no\\x1b\n"
+        "a   7      Ann         1970-01-01T00:00:00.000Z  -\n",
+        "more: forqctl dead list q --limit 2 --after 5/a@7\n",
+    )
+    assert fake.calls == [("dead.list", {"name": "q", "limit": 2, "after": "9/b@1"})]
+
+
+def test_dead_show_shows_data_attempts_and_the_traceback(fake: FakeSupervisor) -> None:
+    error = {"name": "ValueError", "message": "no", "kind": "retriable", "traceback": "Traceback:\n  here\x1b"}
+    attempts = [{"started_at": 0, "cause": "timeout"}, {"started_at": 1.5, "cause": "exception", "stack": None}]
+    fake.answers["dead.show"] = {"id": "a", "data": {"a": 1}, "died_at": 2, "error": error, "attempts": attempts}
+    assert forqctl(fake, "dead", "show", "q", "a@7")[1].splitlines() == [
+        "id             a",
+        'data           {"a":1}',
+        "died_at        1970-01-01T00:00:02.000Z",
+        "error name     ValueError",
+        "error message  no",
+        "error kind     retriable",
+        "attempt 1      started_at=1970-01-01T00:00:00.000Z  cause=timeout",
+        "attempt 2      started_at=1970-01-01T00:00:01.500Z  cause=exception",
+        "",
+        "Traceback:",
+        "  here\\x1b",
+    ]
+    assert fake.calls == [("dead.show", {"name": "q", "id": "a@7"})]
+    assert json.loads(forqctl(fake, "dead", "show", "q", "a@7", "--json")[1])["attempts"] == attempts
+
+
+@pytest.mark.parametrize(("action", "done"), [("retry", "retried"), ("discard", "discarded")])
+def test_dead_retry_and_discard_handle_one_job_by_id(fake: FakeSupervisor, action: str, done: str) -> None:
+    fake.answers[f"dead.{action}"] = {"id": "a@7"}
+    assert forqctl(fake, "dead", action, "q", "a") == (0, f"{done} a@7\n", "")
+    assert fake.calls == [(f"dead.{action}", {"name": "q", "id": "a"})]
+    fake.answers[f"dead.{action}"] = errors.UnknownJob("none")
+    assert forqctl(fake, "dead", action, "q", "a") == (4, "", "forqctl: none\n")
+
+
+def chunk(done: int, refused: int = 0, left: int = 0, next: str | None = None) -> dict[str, Any]:
+    return {"done": done, "refused": refused, "left": left, "next": next}
+
+
+def test_dead_retry_all_continues_until_no_job_is_left(fake: FakeSupervisor) -> None:
+    fake.answers["dead.retry"] = lambda params: chunk(1) if params.get("after") else chunk(98, 2, 1, "9/2")
+    code, out, _ = forqctl(fake, "dead", "retry", "q", "--all")
+    assert (code, out) == (
+        1,
+        "retried 99 jobs of q, 2 refused (a live job has the same id, or the record is broken)\n",
+    )
+    assert [params for _, params in fake.calls] == [
+        {"name": "q", "all": True},
+        {"name": "q", "all": True, "after": "9/2"},
+    ]
+    fake.answers["dead.discard"] = chunk(1)
+    assert forqctl(fake, "dead", "discard", "q", "--all") == (0, "discarded 1 job of q\n", "")
+    assert json.loads(forqctl(fake, "dead", "discard", "q", "--all", "--json")[1]) == {"discarded": 1, "refused": 0}
+
+
+def test_dead_retry_all_reports_its_progress_before_an_error(fake: FakeSupervisor) -> None:
+    full = errors.QueueFull("queue q is full")
+    fake.answers["dead.retry"] = lambda params: full if params.get("after") else chunk(98, left=1, next="9/0")
+    assert forqctl(fake, "dead", "retry", "q", "--all") == (1, "", "forqctl: queue q is full; retried so far: 98\n")
+
+
+def test_dead_retry_all_draws_its_progress_on_a_terminal(fake: FakeSupervisor) -> None:
+    fake.answers["dead.retry"] = lambda params: chunk(50) if params.get("after") else chunk(50, left=50, next="9/0")
+    shown = on_a_terminal(fake, "dead", "retry", "q", "--all")
+    assert " 50% 50 retried" in shown
+    assert shown.endswith("retried 100 jobs of q\r\n")

@@ -7,10 +7,7 @@ from typing import Any
 import pytest
 
 from forq import errors
-from tests.ctl.fake_supervisor import (
-    FakeSupervisor,
-    forqctl,
-)
+from tests.ctl.fake_supervisor import FakeSupervisor, forqctl
 
 
 def test_push_prints_the_id(fake: FakeSupervisor) -> None:

@@ -6,14 +6,7 @@ from typing import Any
 import pytest
 
 from forq.supervisor.control import Request
-from tests.ctl.fake_supervisor import (
-    FakeSupervisor,
-    busy_queue,
-    forqctl,
-    on_a_terminal,
-    queue_status,
-    whole_status,
-)
+from tests.ctl.fake_supervisor import FakeSupervisor, busy_queue, forqctl, on_a_terminal, queue_status, whole_status
 
 
 def test_create_sends_all_arguments_and_makes_paths_absolute(fake: FakeSupervisor, tmp_path: Path) -> None:

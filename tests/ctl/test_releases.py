@@ -5,13 +5,7 @@ import json
 import pytest
 
 from forq import errors
-from tests.ctl.fake_supervisor import (
-    NOTHING,
-    FakeSupervisor,
-    forqctl,
-    queue_status,
-    whole_status,
-)
+from tests.ctl.fake_supervisor import NOTHING, FakeSupervisor, forqctl, queue_status, whole_status
 
 ITEM = {"id": "a1", "identifier": "ix", "data": {"n": [1, "é"]}, "fence": 7, "awaiter": "w", "lease_seconds": 10.0}
 ACK = {"name": "q", "id": "a1", "fence": 7, "awaiter": "w"}

@@ -8,14 +8,7 @@ import pytest
 
 from forq.ctl.commands import MODULES
 from forq.ctl.commands.service import health_problems
-from tests.ctl.fake_supervisor import (
-    FakeSupervisor,
-    busy_queue,
-    environment,
-    forqctl,
-    queue_status,
-    whole_status,
-)
+from tests.ctl.fake_supervisor import FakeSupervisor, busy_queue, environment, forqctl, queue_status, whole_status
 
 
 def test_status_shows_an_aligned_table(fake: FakeSupervisor) -> None:

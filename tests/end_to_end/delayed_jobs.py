@@ -24,7 +24,7 @@ PAGE = 2000
 
 @dataclass(frozen=True)
 class Lateness:
-    """Of one kind of event, in ms."""
+    """The lateness of one kind of event, in ms."""
 
     earliest: float
     p50: float
@@ -68,7 +68,7 @@ class DelayedJobs:
         self.due_us = [ms * 1000 for ms in due_ms]
 
     def wait_until_all_ran(self, seconds: float) -> None:
-        # Nobody polls before the last is due, since a request could wake the code that promotes them.
+        # No polling before the last job is due: a request could wake the code that promotes them.
         time.sleep(max(0.0, max(self.due_us) / 1_000_000 - time.time()))
         wanted = len(self.ids) * RUN.size
         wait_until(lambda: sum(path.stat().st_size for path in self._files()) >= wanted, seconds, "every job ran")
@@ -102,7 +102,7 @@ class DelayedJobs:
         return lateness([at - self.due_us[number] for number, at in runs])
 
     def promotion_lateness(self, events: list[Event]) -> tuple[Lateness, int]:
-        """Of jobs stored in time, and the number of the others. Fails unless each was promoted exactly once."""
+        """The lateness of jobs stored in time, and the number of the others. Fails unless each was promoted once."""
         number_of = {job_id: number for number, job_id in enumerate(self.ids)}
         stored = {event.job: event.time_us for event in events if event.verb == "enqueued"}
         scheduled = {event.job for event in events if event.verb == "scheduled"}

@@ -25,7 +25,7 @@ class Sent:
 
 
 class Driver:
-    """`ask`: a line with its own answer; `answer`: recognizes that answer. Both take a number."""
+    """`ask` makes a request with a unique answer; `answer` recognizes that answer. Both take a number."""
 
     def __init__(
         self, path: Path, inputs: Inputs, ask: Callable[[int], bytes], answer: Callable[[int], bytes], seed: int

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.skipif(shutil.which("node") is None, reason="needs Node
 
 
 class Worker:
-    """One place for a worker: a process of its language, restarted when it has ended."""
+    """A worker process in one language, restarted when it has ended."""
 
     def __init__(self, command: list[str], environ: dict[str, str], log: Path) -> None:
         self._command = command
@@ -68,7 +68,7 @@ class Worker:
         self.frozen_until = time.monotonic() + seconds
 
     def _signal(self, signum: int) -> None:
-        """Signals only the worker; programs that it started notice by themselves, as after an OOM kill."""
+        """Signals only the worker; its programs must notice its death, as after an OOM kill."""
         if self.process.poll() is None:
             self.process.send_signal(signum)
 
@@ -193,9 +193,9 @@ def test_workers_that_die_or_freeze_lose_no_job_and_run_none_twice(
     accepted = Counter(
         (job, int(fence)) for word, job, fence in (line for line in lines if len(line) == 3) if word == "accepted"
     )
-    assert set(accepted.values()) == {1}, "no assignment was accepted by two"
+    assert set(accepted.values()) == {1}, "no assignment was accepted twice"
     by_fence = {(event.job, event.fence) for event in events if event.verb == "done"}
-    assert by_fence <= set(accepted), "whoever finished a job had accepted it"
+    assert by_fence <= set(accepted), "a worker finished a job that it had not accepted"
     stalls = Counter(event.cause for event in events if event.verb == "stalled")
     returned = sum(event.verb == "returned" for event in events)
     print(f"jobs={JOBS} done={len(done)} dead={len(dead)} stalled={dict(stalls)} returned={returned}")

@@ -22,7 +22,7 @@ SETTINGS = 'heartbeat = "200ms"\nexpiry = "10s"\nmax_queues = 20\n\n[[bridge]]\n
 
 
 def exists(forq: Forq, name: str) -> bool:
-    """The registry has the name a moment earlier."""
+    """Whether the queue exists; the registry has the name a moment earlier."""
     try:
         forq.client().queue(name).status()
     except UnknownQueue:
@@ -173,11 +173,11 @@ def test_the_node_worker_runs_jobs_and_reports_progress(forq: Forq, client: Clie
         wait_until(lambda: queue.status()["done"] == 2)
         assert queue.dead().jobs[0]["message"] == "no command unheard-of"
         assert worker.stdout is not None
-        told = [worker.stdout.readline().split()[:2] for _ in range(5)]
+        lines = [worker.stdout.readline().split()[:2] for _ in range(5)]
     finally:
         worker.kill()
         worker.communicate()
-    assert told == [
+    assert lines == [
         *(["accepted", "slow"], ["ended", "slow"], ["accepted", "odd"], ["accepted", "ok"], ["ended", "ok"])
     ]
 

@@ -57,7 +57,7 @@ def compete(seconds: float) -> None:
         wait_until(lambda: time.monotonic() > began + seconds, seconds, "all of it")
         ended = time.monotonic()
         traces = [t for t in forq.traces() if began <= t.time <= ended]
-        assert all(forq.queue_status(one.name)["waiting"] for one in EIGHT), "everyone wanted to run all the time"
+        assert all(forq.queue_status(one.name)["waiting"] for one in EIGHT), "every queue had jobs waiting all the time"
     most, mean = units_over_time(_whole_runs(traces), sizes)
     print(f"\n{seconds:g} s, capacity {CAPACITY}: at most {most} units in use, {mean:.1f} in the mean")
     print(f"{'queue':<8}{'priority':>9}{'size':>6}{'jobs':>7}{'share of units':>16}{'longest wait':>14}")

@@ -32,7 +32,7 @@ def scribe(forq: Forq) -> dict[str, Any]:
 
 
 def fail_by_hand(forq: Forq, queue: str, *jobs: str, fence: int = 7) -> None:
-    """Does what the script that fails a job permanently does."""
+    """Fails a job permanently, as the script does."""
     key = f"forq:queue:{{{queue}}}:outbox"
     entry = {"fence": str(fence), "died_ms": 5000, "priority": 3, "enqueued_ms": 1000, "counts": [1, 0, 0]}
     with redis.Redis.from_url(forq.url) as store:

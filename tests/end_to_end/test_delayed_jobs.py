@@ -39,7 +39,7 @@ def check(jobs: DelayedJobs, what: str) -> tuple[Lateness, Lateness]:
     print(f"  promoted: {promoted}\n  started:  {started}")
     assert promoted.earliest >= 0
     assert started.earliest >= 0
-    assert too_late < len(jobs.ids) / 100, "the others show too little"
+    assert too_late < len(jobs.ids) / 100, "too few jobs were stored in time"
     return promoted, started
 
 
@@ -79,7 +79,9 @@ def keep_busy(forq: Forq, jobs: DelayedJobs, seconds: float) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.spec("Q8", "M10")
 @pytest.mark.parametrize(("share", "seconds"), [(0.2, 0.0), (1.0, 1.0)], ids=["in one millisecond", "in one second"])
-def test_a_burst_is_neither_early_nor_lost(server: Server, redis_url: str, share: float, seconds: float) -> None:
+def test_a_burst_of_delayed_jobs_is_neither_early_nor_lost(
+    server: Server, redis_url: str, share: float, seconds: float
+) -> None:
     with running(redis=redis_url, settings=RARE_BEATS) as forq:
         jobs = DelayedJobs(forq, server)
         jobs.store(times_ms(jobs, round(JOBS * share), seconds))
@@ -115,7 +117,7 @@ def test_pulse_subscribes_to_a_new_queue_s_due_times_before_create_answers(serve
             subscription = [
                 client["psub"] for client in redis.client_list() if client["name"] == "forq-pulse-subscription"
             ]
-            assert subscription == ["1"], "pulse listens"
+            assert subscription == ["1"], "pulse has subscribed"
             assert redis.hget("forq:queue:{later}:counts", "last_beat_ms")
         forq.wait_for_child("later")
         jobs = DelayedJobs(forq, server, made=True)

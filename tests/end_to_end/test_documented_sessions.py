@@ -1,4 +1,4 @@
-"""The sessions of README.md and docs/guide/first-steps.md, run word for word."""
+"""Runs the sessions of README.md and docs/guide/first-steps.md as written."""
 
 import os
 import shutil

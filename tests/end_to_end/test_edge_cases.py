@@ -39,7 +39,7 @@ def test_a_forked_copy_of_the_handler_never_becomes_a_second_worker(forq: Forq, 
     assert forq.child(function)["restarts"] == 0
 
 
-def test_a_pool_in_a_handler_can_be_terminated_and_the_worker_goes_on(forq: Forq) -> None:
+def test_a_pool_in_a_handler_can_be_terminated_and_the_worker_continues(forq: Forq) -> None:
     forq.create("pools", "use_pool")
     pid = forq.wait_for_child("pools")["pid"]
     forq.client().queue("pools").enqueue_many(range(5))

@@ -205,10 +205,10 @@ while not os.path.exists(data): time.sleep(0.01)
     create(forq, "far", python_program(tmp_path, act))
     forq.ctl("push", "far", json.dumps(str(tmp_path / "go")), "--id", "book")
 
-    def told() -> Any:
+    def reported() -> Any:
         return json.loads(forq.ctl("job", "far", "book", "--json"))["progress"]
 
-    progress = wait_until(told)
+    progress = wait_until(reported)
     assert (progress["fraction"], progress["text"]) == (0.4, "page 12 of 30")
     wait_until(lambda: "40% page 12 of 30" in psutil.Process(forq.child("far")["pid"]).cmdline()[0])
     (tmp_path / "go").touch()

@@ -28,7 +28,7 @@ def forq() -> Iterator[Forq]:
 
 @pytest.mark.parametrize("how", ["deaf", "daemon"])
 @pytest.mark.parametrize("kind", ["exec", "exec-once"])
-def test_at_the_deadline_the_program_is_killed_with_all_it_has_started(
+def test_at_the_deadline_the_program_is_killed_with_its_descendants(
     forq: Forq, tmp_path: Path, how: str, kind: str
 ) -> None:
     handler = actor(tmp_path)

@@ -23,9 +23,9 @@ class Listener(logging.Handler):
     def emit(self, record):
         if record.exc_info:
             fields = {name: record.__dict__.get(name) for name in ("queue", "job_id", "attempt", "attempts")}
-            told = {"pid": os.getpid(), "error": repr(record.exc_info[1]), "level": record.levelname, **fields}
+            entry = {"pid": os.getpid(), "error": repr(record.exc_info[1]), "level": record.levelname, **fields}
             with open(SEEN, "a") as file:
-                file.write(json.dumps(told) + "\\n")
+                file.write(json.dumps(entry) + "\\n")
 
 def handle(data, job):
     raise ValueError(f"no good: {data}")
@@ -59,7 +59,7 @@ def heads(records: list[dict[str, Any]]) -> list[tuple[str, str]]:
 
 def test_the_lines_of_a_job_name_the_next_step_until_it_has_failed_permanently(forq: Forq) -> None:
     retries = ("--set=max_retries=2", "--set=retry_lane_retries=0", "--set=jitter=0", "--set=min_backoff=250ms")
-    forq.ctl("create", "thrice", "--handler", "talking:fail", "--path", str(HANDLERS), *retries)
+    forq.ctl("create", "thrice", "--handler", "printing:fail", "--path", str(HANDLERS), *retries)
     forq.client().queue("thrice").enqueue("x", id="t")
     records = wait_for_lines(forq, "thrice", 3)
     assert heads(records) == [
@@ -72,7 +72,7 @@ def test_the_lines_of_a_job_name_the_next_step_until_it_has_failed_permanently(f
     ]
     for record in records:
         _, title, first_frame, *_ = record["message"].splitlines()
-        assert (title, "talking.py" in first_frame) == ("Traceback (most recent call last):", True)
+        assert (title, "printing.py" in first_frame) == ("Traceback (most recent call last):", True)
         assert (record["job"], record["logger"], record["stream"]) == ("t", "forq", "log")
     wait_until(lambda: "attempt 3 of 3" in forq.log)
     assert [forq.log.count(f"attempt {number} of 3") for number in (1, 2, 3)] == [1, 1, 1], "never twice"
@@ -186,7 +186,7 @@ def test_an_attempt_that_dies_with_its_process_has_a_line_in_the_same_format(for
         ("ERROR", f"{cause}: attempt 2 of 2, failed for good (see: forqctl why killed k)"),
     ]
     assert {record["job"] for record in records} == {"k"}
-    wait_until(lambda: forq.queue_status("killed")["dead"] == 1, what="that was true")
+    wait_until(lambda: forq.queue_status("killed")["dead"] == 1, what="the job runs again as the line message")
     wait_until(lambda: "killed k: job lost with its process (signal 9 (SIGKILL)): attempt 2 of 2" in forq.log)
 
 
@@ -237,8 +237,8 @@ def test_a_batch_with_more_results_than_done_max_is_logged(forq: Forq, tmp_path:
     wait_until(lambda: forq.queue_status("batch")["done"] == 30)
     # Of jobs that end in the same millisecond, any may be among the last.
     assert queue.wait(queue.enqueue("last"), timeout=10) == "last"
-    says = r"last done_max = 10 jobs, currently those since .*`forqctl set batch done_max=10000`"
-    with pytest.raises(UnknownJob, match=says):
+    message = r"last done_max = 10 jobs, currently those since .*`forqctl set batch done_max=10000`"
+    with pytest.raises(UnknownJob, match=message):
         list(map(queue.wait, ids))
 
 

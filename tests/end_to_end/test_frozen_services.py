@@ -41,7 +41,7 @@ def services(forq: Forq) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.fault("service frozen")
 @pytest.mark.parametrize("name", ["pulse", "scribe", "clerk", "logger", "warden", "metrics", "bridge"])
-def test_a_frozen_service_is_named_and_replaced(forq: Forq, name: str) -> None:
+def test_a_frozen_service_is_reported_and_replaced(forq: Forq, name: str) -> None:
     before = services(forq)[name]
     os.kill(before["pid"], signal.SIGSTOP)
     began = time.monotonic()
@@ -64,7 +64,7 @@ def test_a_frozen_service_is_named_and_replaced(forq: Forq, name: str) -> None:
     assert forq.run_ctl("status", "--check").returncode == 0
 
 
-def test_health_and_check_name_a_frozen_service_until_it_is_replaced(forq: Forq) -> None:
+def test_health_and_check_report_a_frozen_service_until_it_is_replaced(forq: Forq) -> None:
     scraper = Scraper(forq.directory / "m.sock")
     wait_until(lambda: scraper.health() == (200, []), what="healthy before")
     pid = services(forq)["scribe"]["pid"]
@@ -85,7 +85,7 @@ def test_a_due_job_runs_soon_although_pulse_is_frozen(forq: Forq) -> None:
 
 @pytest.mark.fault("service frozen")
 @pytest.mark.timeout(120)
-def test_a_hanging_redis_costs_no_service_its_process(server: Server, redis_url: str) -> None:
+def test_a_hanging_redis_causes_no_service_to_be_replaced(server: Server, redis_url: str) -> None:
     """It hangs longer than a service may be silent: all of them wait for Redis, and report it."""
     with running(redis=redis_url, settings='heartbeat = "300ms"\nexpiry = "900ms"\n') as forq:
         forq.create("q", "noop")

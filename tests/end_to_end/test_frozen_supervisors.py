@@ -56,8 +56,8 @@ def test_a_frozen_supervisor_settles_nothing_when_it_wakes_and_starts_afresh(red
         children = {process.pid for process in tree} - {frozen.pid}
         for process in tree:
             process.resume()
-        wait_until(lambda: "restarting all queues" in frozen.log, what="it notices its eviction")
-        wait_until(lambda: frozen.child("shared")["pid"] not in {None, *children}, what="its children are others now")
+        wait_until(lambda: "restarting all queues" in frozen.log, what="the supervisor notices its eviction")
+        wait_until(lambda: frozen.child("shared")["pid"] not in {None, *children}, what="its children are replaced")
         late = frozen.client().queue("shared").enqueue_many([1] * 40)
         wait_until(lambda: {*ids, *late} <= {t.job for t in other.traces("end")}, 60.0, "every job ran")
         wait_until(lambda: other.queue_status("shared")["done"] == 52, what="each is done once")
@@ -93,13 +93,13 @@ def freeze_redis(server: Server, url: str, settings: str, seconds: float, watch_
         finally:
             os.kill(server.pid, signal.SIGCONT)
         began = time.monotonic()
-        wait_until(lambda: one.queue_status("shared")["done"] == 6, 30.0, "what ran meanwhile is settled")
+        wait_until(lambda: one.queue_status("shared")["done"] == 6, 30.0, "the running jobs are settled")
         while time.monotonic() - began < watch_seconds:
             assert not any(
                 "evicted processors" in forq.log or "restarting all queues" in forq.log for forq in supervisors
             )
             time.sleep(0.1)
-        assert [forq.child("shared")["pid"] for forq in supervisors] == before, "nobody lost a process"
+        assert [forq.child("shared")["pid"] for forq in supervisors] == before, "no supervisor lost a process"
         again = three.client().queue("shared").enqueue_many([0] * 30)
         wait_until(lambda: one.queue_status("shared")["done"] == 36, what="all work again")
         stalls = [t.stalls for forq in supervisors for t in forq.traces("start")]
@@ -111,13 +111,13 @@ def freeze_redis(server: Server, url: str, settings: str, seconds: float, watch_
 @pytest.mark.fault("server frozen")
 @pytest.mark.timeout(120)
 @pytest.mark.spec("Q19")
-def test_a_frozen_redis_gets_no_supervisor_evicted(server: Server, redis_url: str) -> None:
+def test_a_frozen_redis_causes_no_eviction(server: Server, redis_url: str) -> None:
     freeze_redis(server, redis_url, QUICK, 4.0, 2.5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
-def test_a_redis_frozen_for_a_minute_gets_no_supervisor_evicted(server: Server, redis_url: str) -> None:
+def test_a_redis_frozen_for_a_minute_causes_no_eviction(server: Server, redis_url: str) -> None:
     freeze_redis(server, redis_url, "", 60.0, 40.0)
 
 

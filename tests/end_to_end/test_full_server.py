@@ -25,7 +25,7 @@ cron = "0 0 1 1 *"
 
 @pytest.mark.timeout(120)
 def test_a_supervisor_that_starts_on_a_full_server_drains_it(server: Server, redis_url: str, tmp_path: Path) -> None:
-    """Otherwise nobody would ever make room again."""
+    """Otherwise the server would stay full forever."""
     with running(redis=redis_url, settings=QUEUE, trace=tmp_path / "trace") as forq, server.connect() as redis:
         forq.ctl("pause", "full")
         queue = Client(redis_url).queue("full")

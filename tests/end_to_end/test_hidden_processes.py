@@ -20,7 +20,7 @@ AS_USER = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups"]
 
 
 class HiddenForq(Forq):
-    """Runs as another user, who sees only own processes, and of those only dumpable ones."""
+    """Runs as another user, who sees only the dumpable ones of the own processes."""
 
     def __init__(self) -> None:
         super().__init__(settings='cgroup = "off"\n')
@@ -38,7 +38,7 @@ class HiddenForq(Forq):
 
 def why_not() -> str | None:
     if os.geteuid() != 0:
-        return "needs root, to become somebody else and to mount a /proc"
+        return "needs root, to become another user and to mount a /proc"
     tried = ["unshare", "--mount", "--propagation", "private", "sh", "-c", HIDDEN, "sh", *AS_USER]
     if subprocess.run([*tried, "test", "-r", str(HANDLERS)], capture_output=True, check=False).returncode:
         return "another user cannot read this tree, or no /proc with hidepid can be mounted"
@@ -91,18 +91,18 @@ def test_processes_that_proc_hides_are_killed_anyway(forq: HiddenForq, end: str)
         assert not alive(programs)
     else:
         os.kill(forq.child("secretive")["pid"], 9)
-        wait_until(lambda: not alive(programs), 10.0, "what a dead child has left is killed")
+        wait_until(lambda: not alive(programs), 10.0, "leftovers of a dead child are killed")
     assert "cannot kill processes" not in forq.log
 
 
-def test_unkillable_processes_are_named_in_the_answer_the_log_and_the_exit_code(forq: HiddenForq) -> None:
+def test_unkillable_processes_are_reported_in_the_answer_the_log_and_the_exit_code(forq: HiddenForq) -> None:
     setpriv = shutil.which("setpriv")
     assert setpriv is not None
     become_root = forq.directory / "setpriv"
     shutil.copy(setpriv, become_root)
     become_root.chmod(0o4755)
     forq.create("rising", "leave_program_of_root")
-    forq.create("neighbour", "record")
+    forq.create("neighbor", "record")
     forq.ctl("push", "rising", f'"{become_root}"')
     (pid,) = wait_until(forq.programs, what="the program runs")
     try:
@@ -118,14 +118,14 @@ def test_unkillable_processes_are_named_in_the_answer_the_log_and_the_exit_code(
     assert f"cannot kill processes left by a dead child: pids {pid}; as root: kill -9 {pid}" in forq.log
     assert alive({pid}) == {pid}
     # It is known by now, and delays nothing.
-    os.kill(forq.child("neighbour")["pid"], 9)
-    forq.ctl("push", "neighbour", "1")
-    wait_until(lambda: forq.traces("end"), 10.0, "others go on")
+    os.kill(forq.child("neighbor")["pid"], 9)
+    forq.ctl("push", "neighbor", "1")
+    wait_until(lambda: forq.traces("end"), 10.0, "other queues continue")
     assert forq.log.count(f"left by a dead child: pids {pid}") == 1
     psutil.Process(pid).kill()
 
 
-def test_the_tree_lock_of_an_invisible_process_tells_how_to_find_it(forq: HiddenForq) -> None:
+def test_the_error_for_a_tree_lock_of_an_invisible_process_says_how_to_find_it(forq: HiddenForq) -> None:
     """The daemon holds the lock's descriptor, and its descriptors cannot be read."""
     forq.create("secretive", "leave_hidden")
     forq.ctl("push", "secretive", "1")

@@ -1,4 +1,4 @@
-"""Nothing polls: what an idle supervisor sends to Redis; and the retry lane stays closed under load."""
+"""An idle supervisor does not poll Redis, and the retry lane stays closed under load."""
 
 import time
 from collections import Counter
@@ -24,8 +24,8 @@ def next_command(monitor: Connection) -> str:
     return "" if "lua]" in text else text.split('"')[1].upper()
 
 
-def test_an_idle_supervisor_sends_heartbeats_and_blocking_calls_only(server: Server, redis_url: str) -> None:
-    """12 s: two or three heartbeats, and no renewed blocking call, since the server is at a unix socket."""
+def test_an_idle_supervisor_sends_only_heartbeats_and_blocking_calls(server: Server, redis_url: str) -> None:
+    """In 12 s there are two or three heartbeats. On a unix socket, blocking calls are not renewed."""
     with running(redis=redis_url) as forq:
         names = ["--handler", "traced:noop", "--fail-handler", "traced:on_fail", "--path", str(HANDLERS)]
         forq.ctl("create", "idle", *names, "--set", "retry_lane_retries=3")
@@ -36,19 +36,19 @@ def test_an_idle_supervisor_sends_heartbeats_and_blocking_calls_only(server: Ser
         monitor.receive()
         # A round of regular heartbeats ends with HGETALL; the commands of the start precede it.
         wait_until(lambda: next_command(monitor) == "HGETALL", what="a round of heartbeats")
-        heard: Counter[str] = Counter()
+        commands: Counter[str] = Counter()
         until = time.monotonic() + 12
         while time.monotonic() < until:
             if command := next_command(monitor):
-                heard[command] += 1
+                commands[command] += 1
         monitor.close()
-        print(f"commands of an idle queue with a fail handler in 12 s: {dict(heard)}")
+        print(f"commands of an idle queue with a fail handler in 12 s: {dict(commands)}")
         # Each round of heartbeats reads the registry, for queues that others created.
         # Every 30 s it is searched for half-created and half-deleted queues.
-        assert set(heard) <= {"FCALL", "HGETALL", "EXISTS"}
-        assert heard["HGETALL"] <= 4
-        assert heard["EXISTS"] <= 1
-        assert heard["FCALL"] <= 6
+        assert set(commands) <= {"FCALL", "HGETALL", "EXISTS"}
+        assert commands["HGETALL"] <= 4
+        assert commands["EXISTS"] <= 1
+        assert commands["FCALL"] <= 6
 
 
 @pytest.mark.spec("N17", "N18")
@@ -75,7 +75,7 @@ def test_the_retry_lane_never_starts_a_job_while_main_has_load(server: Server, r
             entries: Any = redis.xrange("forq:queue:{busy}:events")
     print(f"{len(others)} jobs in main; the lane's job started {gap * 1000:.1f} ms after the last of them did")
     assert len(starts) == 2
-    # By the journal, not by the clock: on a busy machine the line may run empty for a moment.
+    # From the journal, not from times: on a busy machine the queue may be empty for a moment.
     changes = {"enqueued": 1, "returned": 1, "claimed": -1}
     waiting, waiting_then = 0, list[int]()
     for _, fields in entries:

@@ -21,7 +21,7 @@ def forq() -> Iterator[Forq]:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "message"),
     [
         (["create", "q\r\nDEL x", "--handler", "traced"], 2, "queue name"),
         (["create", "../up", "--handler", "traced"], 2, "queue name"),
@@ -52,10 +52,10 @@ def forq() -> Iterator[Forq]:
         (["statu"], 2, "status"),
     ],
 )
-def test_a_wrong_call_gets_a_clear_error(forq: Forq, arguments: list[str], code: int, says: str) -> None:
+def test_an_invalid_command_gets_a_clear_error(forq: Forq, arguments: list[str], code: int, message: str) -> None:
     done = forq.run_ctl(*arguments)
     assert (done.returncode, done.stdout) == (code, ""), done.stderr
-    assert says in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stderr.count("\n") == 1, done.stderr
 
@@ -80,7 +80,7 @@ def test_queues_above_max_queues_are_refused(forq: Forq) -> None:
     forq.ctl("delete", "second")
 
 
-def test_a_bad_line_in_a_file_is_named_and_its_chunk_is_not_sent(forq: Forq, tmp_path: Path) -> None:
+def test_an_invalid_line_in_a_file_is_reported_and_its_chunk_is_not_sent(forq: Forq, tmp_path: Path) -> None:
     lines = tmp_path / "jobs.jsonl"
     lines.write_text('{"n": 1}\nrubbish\n')
     before = forq.queue_status("here")["done"]
@@ -121,7 +121,7 @@ def test_a_missing_supervisor_is_reported_with_its_path(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "says"),
+    ("settings", "message"),
     [
         ("max_queue = 3\n", "max_queues"),
         ("max_queues = 'many'\n", "max_queues"),
@@ -131,13 +131,13 @@ def test_a_missing_supervisor_is_reported_with_its_path(tmp_path: Path) -> None:
         ("= broken", "line 1"),
     ],
 )
-def test_an_invalid_setting_ends_with_78(settings: str, says: str) -> None:
+def test_an_invalid_setting_exits_with_78(settings: str, message: str) -> None:
     forq = Forq(settings=settings)
     try:
         forq.start(ready=False)
         assert forq.process is not None
         assert forq.process.wait(20) == 78
-        assert says in forq.log
+        assert message in forq.log
         assert "Traceback" not in forq.log
     finally:
         forq.remove()
@@ -159,7 +159,7 @@ def test_a_server_with_an_eviction_policy_is_refused(server: Server, redis_url: 
             redis.config_set("maxmemory-policy", "noeviction")
 
 
-def test_require_redis_ends_with_75_when_there_is_none(tmp_path: Path) -> None:
+def test_require_redis_exits_with_75_when_there_is_none(tmp_path: Path) -> None:
     forq = Forq(redis=f"unix://{tmp_path}/none.sock", settings="require_redis = true\n")
     try:
         forq.start(ready=False)

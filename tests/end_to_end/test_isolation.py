@@ -1,6 +1,6 @@
 """Isolation: a queue whose jobs fork, leak and print without end, beside one with jobs of 5 ms.
 
-A short run; `make isolation` prints a gigabyte and goes on for longer.
+A short run; `make isolation` prints a gigabyte and runs longer.
 """
 
 import json
@@ -9,14 +9,14 @@ import time
 
 import pytest
 
-from tests.end_to_end.neighbour import Neighbour, shown
+from tests.end_to_end.neighbor import Neighbor, shown
 from tests.support.drive.processes import alive
 from tests.support.drive.supervisor import HANDLERS, Forq, running
 
 ROUNDS = int(os.environ.get("FORQ_TEST_ISOLATION_ROUNDS", "1"))
 FLOOD_MB = int(os.environ.get("FORQ_TEST_FLOOD_MB", "50"))
 CALM_SECONDS = 2.0 + ROUNDS
-# The p99 limit for one job of the neighbour on a machine with no idle CPU.
+# The p99 limit for one job of the neighbor on a machine with no idle CPU.
 SLOW_MS = 500.0
 
 pytestmark = pytest.mark.timeout(900)
@@ -27,22 +27,22 @@ def create(forq: Forq, name: str, function: str, *settings: str) -> None:
     forq.ctl("create", name, "--handler", f"greedy:{function}", "--path", str(HANDLERS), *options)
 
 
-def test_a_queue_that_runs_wild_does_not_delay_its_neighbour() -> None:
+def test_a_misbehaving_queue_does_not_delay_its_neighbor() -> None:
     with running() as forq:
         create(forq, "wild", "wild", "memory_limit=150mb", "pids_limit=40", "nice=15", "max_stalls=0", "timeout=5m")
-        neighbour = Neighbour(forq)
+        neighbor = Neighbor(forq)
         calm_until = time.monotonic() + CALM_SECONDS
-        before = neighbour.run(lambda: time.monotonic() > calm_until)
+        before = neighbor.run(lambda: time.monotonic() > calm_until)
         wild = forq.client().queue("wild")
         for number in range(ROUNDS):
             wild.enqueue({"do": "bomb", "size": 8}, id=f"bomb{number}")
             wild.enqueue({"do": "leak", "size": 500}, id=f"leak{number}")
             wild.enqueue({"do": "flood", "size": FLOOD_MB}, id=f"flood{number}")
         began = time.monotonic()
-        during = neighbour.run(lambda: wild.status()["done"] >= ROUNDS and wild.status()["dead"] >= 2 * ROUNDS)
+        during = neighbor.run(lambda: wild.status()["done"] >= ROUNDS and wild.status()["dead"] >= 2 * ROUNDS)
         seconds = time.monotonic() - began
-        print(f"\nneighbour before: {shown(before)}")
-        print(f"neighbour during: {shown(during)}")
+        print(f"\nneighbor before: {shown(before)}")
+        print(f"neighbor during: {shown(during)}")
         print(f"  {ROUNDS} fork bombs, leaks and floods of {FLOOD_MB} MB, in {seconds:.1f} s")
         for number in range(ROUNDS):
             for kind, cause in (("bomb", "pids"), ("leak", "oom")):

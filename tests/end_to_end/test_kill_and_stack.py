@@ -89,10 +89,10 @@ def test_stack_shows_where_each_running_job_is_even_in_c(forq: Forq) -> None:
     (stack,) = json.loads(forq.ctl("stack", "s", "--json"))["stacks"]
     assert (stack["role"], stack["pid"], stack["job"]) == ("main", started.pid, "s1")
     assert "in do" in stack["stack"]
-    assert "attempt.py" not in stack["stack"], "forq's own frames only hide what is asked for"
+    assert "attempt.py" not in stack["stack"], "frames of forq are left out"
     text = forq.ctl("stack", "s")
     assert text.startswith(f"main process {started.pid}: job s1")
-    assert forq.child("s")["pid"] == started.pid, "looking does no harm"
+    assert forq.child("s")["pid"] == started.pid, "the job keeps running"
     forq.ctl("kill", "s", "s1")
 
 

@@ -151,7 +151,7 @@ def test_a_job_runs_once_across_a_partition_on_real_tcp(tmp_path: Path) -> None:
             wait_until(lambda: starts(first)["short"] == 1, what="the short one runs")
             laid.cut()
             cut_at = time.monotonic()
-            wait_until(lambda: [t for t in first.traces("end") if t.job == "short"], what="it has ended, untold")
+            wait_until(lambda: [t for t in first.traces("end") if t.job == "short"], what="it has ended, unreported")
             spy = Spy(server)
             # The length of the partition is the thing tested, not a wait for a condition.
             time.sleep(PARTITION_SECONDS - (time.monotonic() - cut_at))
@@ -163,8 +163,8 @@ def test_a_job_runs_once_across_a_partition_on_real_tcp(tmp_path: Path) -> None:
         with inside(laid.inside(laid.near), server, trace) as second:
             second.create("work", "sleep")
             second.wait_for_child("work")
-            wait_until(spy.late, 60, "the turn that was sent into the cut wire arrives")
-            assert not [t for t in first.traces("end") if t.job == "long"], "it arrived amid the long job"
+            wait_until(spy.late, 60, "the turn sent during the partition arrives")
+            assert not [t for t in first.traces("end") if t.job == "long"], "it arrived during the long job"
             wait_until(lambda: queue.status()["done"] == 2, JOB_SECONDS + 30, "the long one is settled")
             status = queue.status()
             assert starts(first) == {"short": 1, "long": 1}

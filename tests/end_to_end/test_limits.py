@@ -37,7 +37,7 @@ def events(redis_url: str) -> list[Event]:
 
 
 def best_rate(begun: list[float], jobs: int) -> float:
-    """Of the fastest `jobs` in a row: on a busy machine, workers do not always run in time."""
+    """The rate of the fastest `jobs` in a row: on a busy machine, workers may be late."""
     return max(jobs / (begun[at + jobs] - begun[at]) for at in range(len(begun) - jobs))
 
 

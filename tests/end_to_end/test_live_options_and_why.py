@@ -40,7 +40,7 @@ def test_a_changed_option_applies_to_the_next_claim_and_after_a_restart() -> Non
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "says"),
+    ("arguments", "code", "message"),
     [
         (["nowhere", "max_retries=1"], 4, "no queue"),
         (["here", "max_retry=1"], 2, "max_retries"),
@@ -49,10 +49,10 @@ def test_a_changed_option_applies_to_the_next_claim_and_after_a_restart() -> Non
         (["here", "rubbish"], 2, "OPTION=VALUE"),
     ],
 )
-def test_options_that_cannot_be_set_are_refused(forq: Forq, arguments: list[str], code: int, says: str) -> None:
+def test_options_that_cannot_be_set_are_refused(forq: Forq, arguments: list[str], code: int, message: str) -> None:
     forq.create("here", "noop")
     done = forq.run_ctl("set", *arguments)
-    assert (done.returncode, says in done.stderr) == (code, True), done.stderr
+    assert (done.returncode, message in done.stderr) == (code, True), done.stderr
 
 
 def write_handler(forq: Forq, name: str, source: str) -> list[str]:

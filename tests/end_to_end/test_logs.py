@@ -31,7 +31,7 @@ def forq() -> Iterator[Forq]:
 
 def create(forq: Forq, name: str, function: str = "say", **options: object) -> None:
     settings = [f"--set={key}={value}" for key, value in options.items()]
-    forq.ctl("create", name, "--handler", f"talking:{function}", "--path", str(HANDLERS), *settings)
+    forq.ctl("create", name, "--handler", f"printing:{function}", "--path", str(HANDLERS), *settings)
 
 
 def logs(forq: Forq, name: str, *more: str) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def test_raw_writes_and_programs_of_the_only_running_job_belong_to_it(forq: Forq
         ("raw", "INFO", "job-raw", "out of a program"),
         ("raw", "INFO", "job-raw", "err of a program"),
     ]
-    assert "junk \\x00\\x1b[31m\\xff\\xfe\\x1e{}" in forq.ctl("logs", "raw"), "a terminal is not obeyed"
+    assert "junk \\x00\\x1b[31m\\xff\\xfe\\x1e{}" in forq.ctl("logs", "raw"), "control codes are escaped"
 
 
 def test_threads_pools_and_forks_of_the_only_running_job_belong_to_it(forq: Forq) -> None:
@@ -150,7 +150,7 @@ def test_a_failed_attempt_is_one_record_with_its_traceback(forq: Forq) -> None:
     assert (record["level"], record["job"], record["stream"], record["logger"]) == ("ERROR", "f", "log", "forq")
     headline = "job failed: attempt 1 of 1, failed for good (see: forqctl why fails f) error=ValueError: no good: 1"
     assert record["message"].startswith(f"{headline}\nTraceback")
-    assert "talking.py" in record["message"]
+    assert "printing.py" in record["message"]
 
 
 def test_the_output_of_a_program_has_its_job(forq: Forq, tmp_path: Path) -> None:
@@ -202,7 +202,7 @@ def test_an_unfinished_line_is_shown_after_a_moment(forq: Forq, tmp_path: Path) 
     (tmp_path / "go").touch()
 
 
-def test_logs_of_an_unknown_queue_is_4_and_of_a_silent_one_is_empty(forq: Forq) -> None:
+def test_logs_of_an_unknown_queue_exits_with_4_and_of_a_silent_one_is_empty(forq: Forq) -> None:
     assert forq.run_ctl("logs", "nobody").returncode == 4
     create(forq, "silent")
     assert forq.ctl("logs", "silent") == ""
@@ -222,26 +222,27 @@ def test_a_deleted_queue_leaves_its_lines_and_a_new_one_of_that_name_appends(for
 
 @pytest.mark.fault("handler prints without end")
 @pytest.mark.parametrize("how", ["raw", "print"])
-def test_a_flood_is_bounded_in_time_disk_and_memory_and_delays_no_neighbour(forq: Forq, how: str) -> None:
-    queue, neighbour = f"flood-{how}", f"beside-{how}"
+def test_a_flood_is_bounded_in_time_disk_and_memory_and_delays_no_neighbor(forq: Forq, how: str) -> None:
+    queue, neighbor = f"flood-{how}", f"beside-{how}"
     create(forq, queue, "flood", timeout="120s")
-    create(forq, neighbour)
+    create(forq, neighbor)
     logger = next(s for s in forq.status()["supervisor"]["services"] if s["name"] == "logger")
     began, log_before = time.monotonic(), len(forq.log)
     forq.client().queue(queue).enqueue([how, FLOOD_MB], id="flood")
     answered: list[float] = []
     while forq.queue_status(queue)["done"] == 0:
         asked, job_id = time.monotonic(), f"n{len(answered)}"
-        forq.client().queue(neighbour).enqueue([], id=job_id)
-        wait_until(partial(messages, forq, neighbour, "--job", job_id), what="the neighbour is heard")
+        forq.client().queue(neighbor).enqueue([], id=job_id)
+        wait_until(partial(messages, forq, neighbor, "--job", job_id), what="the lines of the neighbor arrive")
         answered.append(time.monotonic() - asked)
     seconds = time.monotonic() - began
     records = wait_for_message(forq, queue, "end of the flood")
     wait_until(
-        lambda: any("; dropped lines=" in message for message in messages(forq, queue)), what="it says what is missing"
+        lambda: any("; dropped lines=" in message for message in messages(forq, queue)),
+        what="the dropped lines are reported",
     )
     sizes = [path.stat().st_size for path in (forq.state_dir / "logs" / queue).glob("output*.jsonl")]
-    print(f"{how}: {FLOOD_MB} MB in {seconds:.1f} s, {sum(sizes)} bytes, neighbour at most {max(answered):.2f} s")
+    print(f"{how}: {FLOOD_MB} MB in {seconds:.1f} s, {sum(sizes)} bytes, neighbor at most {max(answered):.2f} s")
     assert all(size <= 8 << 20 for size in sizes)
     assert len(forq.log) - log_before < (32 << 20) + seconds * (4 << 20)
     assert max(answered) < 5.0
@@ -259,7 +260,7 @@ def test_a_logger_killed_repeatedly_loses_only_the_lines_in_its_buffer(forq: For
         service = next(s for s in forq.status()["supervisor"]["services"] if s["name"] == "logger")
         os.kill(service["pid"], signal.SIGKILL)
         written = len(logs(forq, "killed"))
-        wait_until(partial(_are_more, forq, "killed", written + 20), 40.0, "another one goes on")
+        wait_until(partial(_are_more, forq, "killed", written + 20), 40.0, "its successor continues")
     (tmp_path / "stop").touch()
     wait_until(lambda: messages(forq, "killed")[-1].startswith("total"))
     *found, total = messages(forq, "killed")
@@ -289,7 +290,7 @@ def test_a_frozen_logger_blocks_nobody_who_prints(forq: Forq) -> None:
         forq.client().queue("frozen").enqueue(["print", 0], id="after")
         return messages(forq, "frozen", "--job", "after")
 
-    wait_until(goes_on, what="the log goes on")
+    wait_until(goes_on, what="the log continues")
     assert any("; dropped lines=" in message for message in messages(forq, "frozen"))
 
 
@@ -309,7 +310,7 @@ def test_following_shows_every_line_across_rotations_and_ends_quietly() -> None:
                 late = time.time() - time.mktime(time.strptime(record["time"][:19], "%Y-%m-%dT%H:%M:%S"))
                 assert late + time.timezone < 3.0
         stop.touch()
-        assert numbers == list(range(1200)), "none is missing, none comes twice"
+        assert numbers == list(range(1200)), "no line is missing or repeated"
         files = forq.state_dir / "logs" / "follow"
         assert (files / "output.1.jsonl").exists()
         assert all(path.stat().st_size <= 64 << 10 for path in files.glob("output*.jsonl"))

@@ -48,7 +48,7 @@ def titles(forq: Forq) -> set[str]:
 
 
 def descriptors(pid: int) -> set[str]:
-    """What the descriptors of a process refer to."""
+    """The targets of the descriptors of a process."""
     found = set()
     for fd in os.listdir(f"/proc/{pid}/fd"):
         with suppress(FileNotFoundError):  # closed meanwhile
@@ -62,12 +62,12 @@ def fresh(scraper: Scraper) -> Samples:
     assert looks is not None
     found: Samples = {}
 
-    def looked_again() -> bool:
+    def wait_for_snapshot() -> bool:
         found.clear()
         found.update(scraper.samples())
         return found["forq_looks_total", ()] > looks
 
-    wait_until(looked_again, what="another look")
+    wait_until(wait_for_snapshot, what="another snapshot")
     return found
 
 
@@ -245,7 +245,7 @@ def test_health_is_red_while_a_job_without_a_timeout_hangs_and_green_when_it_is_
         queue.enqueue_many([0] * 3)
         wait_until(lambda: faults(scraper) == [("stuck", "q")], what="a fault")
         forq.ctl("pause", "q")
-        wait_until(lambda: faults(scraper) == [], what="a paused queue is not judged")
+        wait_until(lambda: faults(scraper) == [], what="a paused queue is not checked")
         forq.ctl("resume", "q")
         wait_until(lambda: faults(scraper) == [("stuck", "q")], what="a fault again")
         forq.ctl("kill", "q", "hangs")

@@ -24,7 +24,7 @@ def forq() -> Iterator[Forq]:
 
 def create(forq: Forq, name: str, function: str, **options: object) -> None:
     settings = [f"--set={key}={value}" for key, value in options.items()]
-    forq.ctl("create", name, "--handler", f"rough:{function}", "--path", str(HANDLERS), *settings)
+    forq.ctl("create", name, "--handler", f"misbehaving:{function}", "--path", str(HANDLERS), *settings)
 
 
 def traces(forq: Forq, queue: str, event: str = "end") -> list[Trace]:
@@ -133,7 +133,7 @@ def test_a_queue_that_was_config_error_is_kept_alive_after_a_restart(redis_url: 
 
             deadline = time.monotonic() + 1.5
             while time.monotonic() < deadline:
-                assert alive_for_ms() > 0, "nobody sends heartbeats for it"
+                assert alive_for_ms() > 0, "it gets heartbeats"
                 time.sleep(0.05)
 
 
@@ -141,8 +141,8 @@ def test_a_process_forked_by_a_handler_dies_of_an_immediate_term(forq: Forq) -> 
     create(forq, "forks", "term_what_it_forks")
     pid = forq.wait_for_child("forks")["pid"]
     forq.client().queue("forks").enqueue(30)
-    told = wait_until(lambda: [t for t in forq.traces() if t.queue == "forks"], 40.0, "it is done")
-    assert told[0].event == "survived=0"
+    traced = wait_until(lambda: [t for t in forq.traces() if t.queue == "forks"], 40.0, "it is done")
+    assert traced[0].event == "survived=0"
     assert forq.child("forks")["pid"] == pid, "and none was taken for one to the worker"
 
 

@@ -87,7 +87,7 @@ def test_jobs_stuck_behind_a_slow_one_run_in_another_worker(forq: Forq) -> None:
 
 
 @pytest.mark.fault("zombie")
-def test_a_removed_frozen_worker_swallows_no_job(server: Server, redis_url: str) -> None:
+def test_a_removed_frozen_worker_loses_no_job(server: Server, redis_url: str) -> None:
     """Redis still serves its blocked connection; a job that lands in its list is given back."""
     quick = 'heartbeat = "300ms"\nexpiry = "900ms"\n'
     with running(redis=redis_url, settings=quick) as frozen, running(redis=redis_url, settings=quick) as other:
@@ -171,7 +171,7 @@ def programs_of(forq: Forq) -> list[int]:
 
 
 def kill_all_at_once(forq: Forq, spare: set[int]) -> None:
-    """No process sees another one die."""
+    """Kills all at once, so that none can react to the death of another."""
     processes = [process for process in forq.processes() if process.pid not in spare]
     for process in processes:
         process.suspend()
@@ -204,7 +204,7 @@ def test_a_second_attempt_does_not_run_beside_leftovers_of_the_first(function: s
 
 
 @pytest.mark.fault("supervisor killed")
-def test_pulse_kills_what_a_child_left_that_died_with_the_supervisor() -> None:
+def test_pulse_kills_the_programs_of_a_child_that_died_with_the_supervisor() -> None:
     with running(settings='cgroup = "off"\n') as forq:
         forq.create("leaving", "leave_program")
         forq.ctl("push", "leaving", "1")
@@ -228,7 +228,7 @@ def test_the_job_of_a_killed_supervisor_runs_again_as_soon_as_it_restarts(forq: 
 
 
 def copy_of(original: Forq, settings: str = "") -> Forq:
-    """Another supervisor, not started, on a copy of this one's state directory."""
+    """A supervisor, not started, on a copy of the state directory of another one."""
     copy = Forq(redis=original.redis, settings=settings, trace=original.trace_file)
     subprocess.run(["cp", "-a", str(original.state_dir), str(copy.state_dir)], check=True)
     return copy
@@ -316,10 +316,10 @@ def test_a_program_started_by_a_handler_keeps_its_exit_status(forq: Forq) -> Non
 def test_a_hung_handler_blocks_neither_the_socket_nor_other_queues(forq: Forq) -> None:
     # It would delay the end of the test and keep a CPU busy.
     forq.create("hung", "spin_in_c", stop_grace="0s")
-    forq.create("neighbour", "record")
+    forq.create("neighbor", "record")
     forq.ctl("push", "hung", "1")
     wait_until(lambda: forq.traces("start"))
-    job_id = forq.ctl("push", "neighbour", "1")
+    job_id = forq.ctl("push", "neighbor", "1")
     wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id])
     assert forq.queue_status("hung")["children"][0]["state"] == "busy"
 

@@ -29,7 +29,7 @@ def test_after_max_jobs_the_process_is_replaced(forq: Forq) -> None:
     by_pid = jobs_by_pid(forq, "jobs")
     assert set(by_pid.values()) == {100}
     assert sorted(trace.job for trace in forq.traces("end") if trace.queue == "jobs") == sorted(ids), "each once"
-    assert forq.child("jobs")["restarts"] == 0, "that is no death"
+    assert forq.child("jobs")["restarts"] == 0, "recycling does not count as a death"
     assert "reason=max_jobs = 100" in forq.log
 
 

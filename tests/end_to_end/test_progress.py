@@ -64,11 +64,11 @@ def test_plain_titles_show_other_users_neither_job_ids_nor_progress(tmp_path: Pa
             return None if found is None else float(found[1])
 
         first = wait_until(busy_seconds)
-        wait_until(lambda: (busy_seconds() or 0) > first, what="the title is written again after the progress was told")
+        wait_until(lambda: (busy_seconds() or 0) > first, what="the title is written again after the report")
         for each in forq.processes():
             title = " ".join(each.cmdline())
             assert not [secret for secret in (job.id, "40%", "page 12") if secret in title], title
-        assert forq.child("told")["job"] == job.id, "the control socket still tells"
+        assert forq.child("told")["job"] == job.id, "the control socket still shows it"
         job.end()
         job.wait_until_gone()
 
@@ -121,7 +121,7 @@ def test_the_end_of_a_job_with_progress_is_shown_at_once(forq: Forq, tmp_path: P
     assert forq.run_ctl("watch", "told", job.id).returncode == 1
 
 
-def test_watch_of_an_unknown_job_is_4_and_a_timeout_is_6(forq: Forq, tmp_path: Path) -> None:
+def test_watch_exits_with_4_for_an_unknown_job_and_6_after_a_timeout(forq: Forq, tmp_path: Path) -> None:
     assert forq.run_ctl("watch", "told", "nothing").returncode == 4
     assert forq.run_ctl("watch", "nowhere", "nothing").returncode == 4
     job = Step(forq, tmp_path, (0.5, "half")).begun()

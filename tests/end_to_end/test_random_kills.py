@@ -117,7 +117,7 @@ def overlaps(traces: list[Trace]) -> int:
 
 
 @pytest.mark.timeout(3600)
-def test_conservation_under_random_kills() -> None:
+def test_no_job_is_lost_under_random_kills() -> None:
     kills = int(os.environ.get("FORQ_TEST_KILLS", examples(20, 40)))
     jobs = int(os.environ.get("FORQ_TEST_JOBS", examples(2000, 4000)))
     seed = int(os.environ.get("FORQ_TEST_SEED", "0")) or random.randrange(1, 10**6)

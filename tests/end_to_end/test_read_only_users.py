@@ -121,9 +121,9 @@ def test_a_reader_sees_why_a_queue_cannot_be_served_but_none_of_its_code(forq: F
     assert SECRET in ask_as(OPERATORS, forq, "status")["result"]["queues"][0]["traceback"]
     forq.ctl("push", "broken", "1", "--id", "waits")
     for method, params in (("status", {}), ("why", {"name": "broken", "id": "waits"})):
-        told = json.dumps(ask_as(READERS, forq, method, **params)["result"])
-        assert "TypeError" in told
-        assert SECRET not in told
+        answer = json.dumps(ask_as(READERS, forq, method, **params)["result"])
+        assert "TypeError" in answer
+        assert SECRET not in answer
     forq.ctl("delete", "broken", "--force")
 
 

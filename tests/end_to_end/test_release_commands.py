@@ -76,7 +76,7 @@ def test_an_item_without_an_awaiter_ends_in_the_failed_log_and_can_be_recovered(
 
 
 @pytest.mark.spec("N21", "N23")
-def test_items_leave_a_queue_on_request_only(forq: Forq) -> None:
+def test_items_leave_a_queue_only_on_request(forq: Forq) -> None:
     forq.ctl("create", "orders", "--mode", "on_request")
     empty = forq.run_ctl("dequeue", "orders")
     assert (empty.returncode, empty.stdout) == (6, "")
@@ -127,7 +127,7 @@ def test_a_leased_item_is_held_until_it_is_acknowledged_or_returned(forq: Forq) 
 
 
 @pytest.mark.spec("N14")
-def test_a_client_that_disconnects_awaits_nothing_any_more(forq: Forq) -> None:
+def test_a_client_that_disconnects_is_no_longer_an_awaiter(forq: Forq) -> None:
     forq.ctl("create", "hung", "--mode", "auto_release")
     waiting = forq.begin_ctl("await", "hung")
     wait_until(lambda: forq.awaiters("hung") == 1)

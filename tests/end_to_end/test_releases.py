@@ -1,4 +1,4 @@
-"""Release modes with whole supervisors: who gets which item, how often, how late. Longer with `make releases`."""
+"""Release modes with whole supervisors: items per awaiter, how often, how late. Longer with `make releases`."""
 
 import itertools
 import os
@@ -228,7 +228,7 @@ def test_under_random_kills_each_item_is_released_once_or_still_queued_or_logged
             kill(what, forq, server, awaiters, chance)
             killed[what] += 1
         producer.join()
-        wait_until(lambda: _left(forq) == 0, 60 + RELEASES * 0.01, "nothing is in line or in somebody's hands")
+        wait_until(lambda: _left(forq) == 0, 60 + RELEASES * 0.01, "no item is waiting or handed over")
         wait_until(lambda: len(failed_log(forq, "gate")) >= forq.queue_status("gate")["failed"], 60)
         awaiters.end()
         events = journal(server, "gate")
@@ -239,7 +239,7 @@ def test_under_random_kills_each_item_is_released_once_or_still_queued_or_logged
     print(f"\nseed {seed}: {len(ids)} items, killed {dict(killed)}")
     print(f"released {len(released)}, in the failed log {len(logged)}, written down by awaiters {len(got)}")
     assert len(released) == len({job for job, _ in released}), "nothing is released twice"
-    assert len(got) == len({job for job, _ in got}), "nobody got what somebody else got"
+    assert len(got) == len({job for job, _ in got}), "no item went to two awaiters"
     assert set(got) <= set(released)
     assert {job for job, _ in released} | logged == set(ids)
     assert {job for job, _ in released} & logged == set()

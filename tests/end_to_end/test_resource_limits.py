@@ -38,7 +38,7 @@ def attempts(forq: Forq, queue: str, job_id: str, count: int = 1) -> list[dict[s
     return wait_until(found, what=f"{count} attempts at {job_id}")  # type: ignore[no-any-return]
 
 
-def test_a_job_past_memory_limit_is_killed_while_it_runs_and_its_attempt_says_oom(forq: Forq) -> None:
+def test_a_job_past_memory_limit_is_killed_while_it_runs_with_the_cause_oom(forq: Forq) -> None:
     create(forq, "leak", "leak", memory_limit="100mb", max_stalls=1)
     job = forq.client().queue("leak").enqueue(400, id="leaky")
     first, second = attempts(forq, "leak", job, 2)
@@ -61,7 +61,7 @@ def test_a_job_below_its_memory_limit_keeps_running(forq: Forq) -> None:
     create(forq, "canary", "leak", memory_limit="100mb", max_stalls=0)
     forq.client().queue("canary").enqueue(400, id="c1")
     attempts(forq, "canary", "c1")
-    assert forq.child("modest")["pid"] == pid, "the warden has looked at both, and ended one"
+    assert forq.child("modest")["pid"] == pid, "the warden has checked both and killed one"
     forq.ctl("kill", "modest", "m1")
 
 
@@ -82,7 +82,7 @@ def test_a_job_with_more_processes_and_threads_than_pids_limit_is_killed(forq: F
     assert attempt["peak_memory"] > 0
     assert not alive({started})
     ours = {process.pid for process in forq.processes()}
-    assert len(ours) < 40, "nothing of the bomb is left"
+    assert len(ours) < 40, "no process of the fork bomb is left"
 
 
 def test_in_a_process_with_several_jobs_all_become_suspects_and_only_the_greedy_one_is_counted(forq: Forq) -> None:
@@ -95,7 +95,9 @@ def test_in_a_process_with_several_jobs_all_become_suspects_and_only_the_greedy_
     assert ends == [("interrupted", "oom"), ("stalled", "oom")], "together with another, then alone"
     wait_until(lambda: forq.queue_status("many")["dead"] == 1, what="the greedy one is dead")
     wait_until(lambda: forq.queue_status("many")["done"] == 1, what="the modest one is done")
-    assert [trace.stalls for trace in forq.traces("start") if trace.job == "modest"] == [0, 0], "again, and not counted"
+    assert [trace.stalls for trace in forq.traces("start") if trace.job == "modest"] == [0, 0], (
+        "it ran again and was not counted"
+    )
 
 
 def test_a_warden_that_dies_is_replaced(forq: Forq) -> None:

@@ -40,7 +40,7 @@ class Module:
 
     def write(self, source: str) -> None:
         self.file.write_text(source)
-        # Python would take a file of the same size and second for the one it has compiled.
+        # Python would reuse the bytecode for a file of the same size and second.
         self.written += 10
         os.utime(self.file, (self.written, self.written))
 
@@ -170,7 +170,7 @@ def test_create_with_no_wait_creates_the_queue_and_keeps_the_traceback(forq: For
     done = forq.run_ctl("restart", "anyway")
     assert done.returncode == 1
     assert done.stderr.splitlines()[0].endswith("; nothing serves it now")
-    assert "name 'other' is not defined" in forq.queue_status("anyway")["reason"], "the reason is that of the last try"
+    assert "name 'other' is not defined" in forq.queue_status("anyway")["reason"], "the reason is from the last try"
     module.write(GOOD)
     assert forq.ctl("create", "anyway", *module.arguments()) == "joined anyway"
     wait_until(lambda: forq.queue_status("anyway")["done"] == 1, what="what waited has run")
@@ -223,7 +223,7 @@ def is_sleep(process: psutil.Process, forq: Forq) -> bool:
 
 @pytest.mark.fault("new code cannot be imported")
 @pytest.mark.parametrize(
-    ("source", "says"),
+    ("source", "message"),
     [
         (
             "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n",
@@ -236,12 +236,12 @@ def is_sleep(process: psutil.Process, forq: Forq) -> bool:
         ("def handle(data, job) pass\n", "SyntaxError"),
     ],
 )
-def test_the_old_process_stays_however_the_import_fails(forq: Forq, module: Module, source: str, says: str) -> None:
+def test_the_old_process_stays_however_the_import_fails(forq: Forq, module: Module, source: str, message: str) -> None:
     forq.ctl("create", module.name, *module.arguments())
     old = forq.wait_for_child(module.name)["pid"]
     module.write(source)
     done = forq.run_ctl("restart", module.name)
-    assert (done.returncode, says in done.stderr) == (1, True), done.stderr
+    assert (done.returncode, message in done.stderr) == (1, True), done.stderr
     serves(forq, module.name, old)
     forq.ctl("delete", module.name)
 
@@ -279,12 +279,12 @@ def test_a_new_process_that_dies_while_it_waits_is_replaced(forq: Forq, tmp_path
     restart = forq.begin_ctl("restart", "unlucky")
     next_one = wait_until(lambda: waiting_main(forq, "unlucky"), what="the new process has imported its code")
     os.kill(next_one, signal.SIGKILL)
-    wait_until(lambda: waiting_main(forq, "unlucky") is None, what="that is seen")
+    wait_until(lambda: waiting_main(forq, "unlucky") is None, what="its death is noticed")
     gate.touch()
     assert restart.communicate(timeout=30)[0] == "restarted unlucky\n"
     serves_anew = forq.wait_for_child("unlucky", not_pid=next_one)["pid"]
     forq.client().queue("unlucky").enqueue(str(gate), id="unlucky-2")
-    ran = wait_until(lambda: [t for t in forq.traces("end") if t.job == "unlucky-2"], what="it goes on")
+    ran = wait_until(lambda: [t for t in forq.traces("end") if t.job == "unlucky-2"], what="the restart continues")
     assert [trace.pid for trace in ran] == [serves_anew]
 
 
@@ -326,13 +326,13 @@ def test_ending_the_queue_during_a_restart_ends_the_new_processes_too(module: Mo
             assert forq.stop() == 0
         else:
             os.kill(forq.pid, signal.SIGKILL)
-        says = {
+        message = {
             "delete": "deleted in the meantime",
             "shutdown": "is stopping",
             "kill": "cannot reach the supervisor",
         }[how]
         error = restart.communicate(timeout=30)[1]
-        assert (restart.returncode, says in error) == ({"delete": 4, "shutdown": 1, "kill": 7}[how], True), error
+        assert (restart.returncode, message in error) == ({"delete": 4, "shutdown": 1, "kill": 7}[how], True), error
         wait_until(lambda: not alive({old, *new}), what="all are gone")
         wait_until(lambda: not [p for p in psutil.process_iter() if is_sleep(p, forq)], what="and their programs")
 

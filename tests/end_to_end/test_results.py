@@ -115,7 +115,7 @@ def test_each_job_of_a_large_batch_has_its_own_result(forq: Forq, function: str)
         ("huge", "longer than max_data"),
     ],
 )
-def test_the_job_is_done_whatever_its_handler_returns(forq: Forq, what: str, reason: str) -> None:
+def test_a_job_is_done_whatever_its_handler_returns(forq: Forq, what: str, reason: str) -> None:
     keep(forq, f"odd-{what}", "odd")
     queue = forq.client().queue(f"odd-{what}")
     job_id = queue.enqueue(what)
@@ -136,7 +136,7 @@ def test_waiting_for_a_dead_job_raises(forq: Forq) -> None:
     assert "in odd" in caught.value.error["traceback"]
 
 
-def test_results_of_programs(forq: Forq, tmp_path: Path) -> None:
+def test_programs_can_return_results(forq: Forq, tmp_path: Path) -> None:
     program = python_program(tmp_path, 'say("job_finished", uuid=payload["uuid"], result={"n": data})\nreturn False')
     create(forq, "program", program, keep_done="1h")
     queue = forq.client().queue("program")
@@ -152,7 +152,7 @@ def test_results_of_programs(forq: Forq, tmp_path: Path) -> None:
         assert silent.wait(silent.enqueue(1), 30) is None
 
 
-def test_the_result_of_an_external_worker(forq: Forq) -> None:
+def test_external_workers_can_return_results(forq: Forq) -> None:
     forq.ctl("create", "video", "--mode", "external", "--set", "keep_done=1h")
     worker = {"queue_name": "video", "worker_uuid": "w1"}
     with bridge(forq.url) as process:

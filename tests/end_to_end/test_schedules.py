@@ -32,9 +32,9 @@ def freeze(forq: Forq, seconds: float) -> None:
             continue
 
 
-def ticks_told(queue: OneQueue, verb: str) -> list[int]:
+def ticks_with(queue: OneQueue, verb: str) -> list[int]:
     """The ticks of the jobs with this journal event, in order."""
-    return [int(job.rpartition(":")[2]) for said, job in queue.journal_events() if said == verb and job]
+    return [int(job.rpartition(":")[2]) for event, job in queue.journal_events() if event == verb and job]
 
 
 @pytest.mark.timeout(600)
@@ -42,7 +42,7 @@ def ticks_told(queue: OneQueue, verb: str) -> list[int]:
 def test_three_supervisors_make_one_job_per_tick_while_they_are_killed_and_frozen(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """One tick per second; again and again a supervisor is killed and restarted, or frozen and woken."""
+    """One tick per second; supervisors are repeatedly killed and restarted, or frozen and continued."""
     chance, trace = random.Random(SEED), tmp_path / "trace"
     supervisors = [Forq(redis=redis_url, settings=QUICK, trace=trace) for _ in range(3)]
     killed = frozen = 0
@@ -68,8 +68,8 @@ def test_three_supervisors_make_one_job_per_tick_while_they_are_killed_and_froze
                 freeze(victim, chance.uniform(0.5, 2.5))
                 frozen += 1
         supervisors[0].ctl("unschedule", "q", "beat")
-        ticks = ticks_told(queue, "enqueued")
-        wait_until(lambda: sorted(ticks_told(queue, "done")) == ticks, 60.0, "every job is done")
+        ticks = ticks_with(queue, "enqueued")
+        wait_until(lambda: sorted(ticks_with(queue, "done")) == ticks, 60.0, "every job is done")
         print(f"\n{len(ticks)} ticks, {killed} kills, {frozen} freezes; {len(trace.read_text().splitlines())} runs")
         assert ticks == list(range(ticks[0], ticks[0] + 1000 * len(ticks), 1000)), "each once, in order"
         assert len(ticks) >= SECONDS - 1
@@ -136,9 +136,9 @@ def test_schedules_of_a_config_file_are_set_at_start_and_removed_with_their_sect
         forq.stop()
         forq.config.write_text(table + '[queues.q.schedules.often]\nevery = "1h"\n')
         forq.start()
-        wait_until(lambda: "unscheduled=['night']" in forq.log, what="the one that is gone is removed")
+        wait_until(lambda: "unscheduled=['night']" in forq.log, what="the schedule without a section is removed")
         after = {one["key"]: one["next_at"] for one in forq.client().queue("q").schedules()}
-        assert after == {key: before[key] for key in ("often", "mine")}, "and the others are as they were"
+        assert after == {key: before[key] for key in ("often", "mine")}, "the others are unchanged"
         assert len(forq.traces("end")) == 1
         assert "until the next start" in forq.ctl("unschedule", "q", "often")
 

@@ -34,7 +34,7 @@ def test_a_job_that_kills_its_process_each_time_is_dead_after_max_stalls(forq: F
 
 @pytest.mark.fault("job that kills its worker each time")
 @pytest.mark.spec("Q20")
-def test_of_several_jobs_in_a_dying_process_only_the_culprit_is_counted(forq: Forq) -> None:
+def test_only_the_job_that_killed_a_shared_process_is_counted(forq: Forq) -> None:
     forq.create("crew", "act", concurrency=4, max_stalls=1)
     jobs = forq.client().queue("crew")
     jobs.enqueue_many([{"do": "sleep", "seconds": 0.5}] * 3)
@@ -58,5 +58,5 @@ def test_the_fail_handler_gets_a_job_that_stalled_too_often(forq: Forq) -> None:
     settings = ("--path", str(HANDLERS), "--set=max_stalls=0")
     forq.ctl("create", "told", "--handler", "traced:die", "--fail-handler", "traced:on_fail", *settings)
     forq.client().queue("told").enqueue(1, id="t1")
-    told = wait_until(lambda: [t for t in forq.traces() if t.queue == "told" and t.event.startswith("failed=")])
-    assert told[0].event.endswith("/StallError/stall")
+    handled = wait_until(lambda: [t for t in forq.traces() if t.queue == "told" and t.event.startswith("failed=")])
+    assert handled[0].event.endswith("/StallError/stall")

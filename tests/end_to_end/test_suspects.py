@@ -50,7 +50,7 @@ def test_suspects_run_in_parallel_each_alone_in_its_process(forq: Forq) -> None:
     wait_until(lambda: len(runs(forq, "crowd")) == 7, 30.0, "all have run again")
     again = runs(forq, "crowd")
     assert {start.job for start, _ in again} == set(ids)
-    assert len({start.pid for start, _ in again}) == 7, "each has a process of its own"
+    assert len({start.pid for start, _ in again}) == 7, "each has its own process"
     assert max(start.time for start, _ in again) < min(end for _, end in again), "they run at the same time"
     assert max(end for _, end in again) - killed < 10.0, "one after the other they would take 14 s"
     assert all(start.stalls == 0 for start, _ in again)
@@ -86,14 +86,14 @@ def test_a_fail_job_does_not_wait_for_the_job_of_the_retry_process(forq: Forq, b
     for number in range(2):
         began = time.monotonic()
         queue.enqueue({"do": "refuse"}, id=f"bad{number}")
-        wait_until(lambda n=number: told(forq, name, f"bad{n}"), 15.0, "its fail handler has run")  # type: ignore[misc]
+        wait_until(lambda n=number: is_handled(forq, name, f"bad{n}"), 15.0, "its fail handler has run")  # type: ignore[misc]
         assert time.monotonic() - began < 5.0
         assert forq.child(name, "retry")["state"] == "busy"
         wait_until(lambda: not helpers(forq, name, "fail"), what="the helper has ended")
     forq.ctl("delete", name, "--force")
 
 
-def told(forq: Forq, queue: str, job: str) -> bool:
+def is_handled(forq: Forq, queue: str, job: str) -> bool:
     return any(t.queue == queue and t.event == f"failed={job}" for t in forq.traces())
 
 

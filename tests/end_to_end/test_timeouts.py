@@ -48,7 +48,7 @@ def overruns(forq: Forq, queue: str, times: int) -> list[float]:
 
 @pytest.mark.fault("handler keeps the interpreter")
 @pytest.mark.spec("Q14", "Q15", "Q17")
-def test_a_c_loop_that_holds_the_interpreter_is_killed_at_its_deadline_and_its_stack_is_kept(forq: Forq) -> None:
+def test_a_c_loop_that_holds_the_gil_is_killed_at_its_deadline_and_its_stack_is_kept(forq: Forq) -> None:
     late = overruns(forq, "spin", 3)
     assert all(seconds >= 0 for seconds in late)
     # The quickest of three: on a busy machine each may have to wait for a CPU.
@@ -73,7 +73,7 @@ def test_a_job_that_ignores_every_signal_is_killed_and_after_max_timeouts_dead(f
     jobs = forq.client().queue("deaf")
     jobs.enqueue({"do": "hang"}, id="deaf")
     wait_until(lambda: forq.queue_status("deaf")["dead"] == 1, what="it is dead")
-    assert len(starts(forq, "deaf", "deaf")) == 2, "its handler is not called once more to find out"
+    assert len(starts(forq, "deaf", "deaf")) == 2, "its handler is not called again"
     dead = job(forq, "deaf", "deaf")
     assert (dead["state"], dead["timeout_count"], dead["retry_count"]) == ("dead", 2, 0)
     assert (dead["error"]["name"], dead["error"]["kind"]) == ("TimeoutError", "stall")
@@ -86,27 +86,27 @@ def test_with_several_workers_the_others_finish_and_a_new_process_takes_over_at_
     jobs = forq.client().queue("crew")
     jobs.enqueue({"do": "hang", "times": 1}, id="hung")
     hung = wait_until(lambda: starts(forq, "crew", "hung"), what="hung job started")[0]
-    wait_until(lambda: time.monotonic() - hung > 0.6, what="time for the neighbour to outlive the deadline")
-    jobs.enqueue({"do": "sleep", "seconds": 0.9}, id="neighbour")
-    wait_until(lambda: starts(forq, "crew", "neighbour"), what="neighbour started")
+    wait_until(lambda: time.monotonic() - hung > 0.6, what="time for the neighbor to outlive the deadline")
+    jobs.enqueue({"do": "sleep", "seconds": 0.9}, id="neighbor")
+    wait_until(lambda: starts(forq, "crew", "neighbor"), what="neighbor started")
     wait_until(lambda: time.monotonic() - hung > 1.1, what="the deadline has passed")
     jobs.enqueue({"do": "sleep"}, id="new")
     wait_until(lambda: starts(forq, "crew", "new", "end"), what="a new job ran")
     pids = {trace.job: trace.pid for trace in forq.traces() if trace.queue == "crew" and trace.event == "start"}
-    assert pids["new"] != pids["neighbour"], "the unhealthy process takes no new jobs"
-    assert not starts(forq, "crew", "neighbour", "end"), "and it was replaced while it still ran one"
+    assert pids["new"] != pids["neighbor"], "the unhealthy process takes no new jobs"
+    assert not starts(forq, "crew", "neighbor", "end"), "and it was replaced while it still ran one"
     wait_until(lambda: forq.queue_status("crew")["done"] == 3, what="all are done")
-    traces = [trace for trace in forq.traces() if (trace.queue, trace.job) == ("crew", "neighbour")]
-    assert [trace.event for trace in traces] == ["start", "end"], "the neighbour ran once, undisturbed"
+    traces = [trace for trace in forq.traces() if (trace.queue, trace.job) == ("crew", "neighbor")]
+    assert [trace.event for trace in traces] == ["start", "end"], "the neighbor ran once, undisturbed"
     runs = starts(forq, "crew", "hung")
     assert len(runs) == 2
-    assert runs[1] >= starts(forq, "crew", "neighbour", "end")[0], "it was killed only when nothing else was left"
+    assert runs[1] >= starts(forq, "crew", "neighbor", "end")[0], "it was killed only when nothing else was left"
     states = [child["state"] for child in forq.queue_status("crew")["children"]]
     assert len(states) == 2, "the unhealthy process is gone"
 
 
 @pytest.mark.spec("Q16")
-def test_a_stuck_interpreter_is_killed_at_once_and_its_other_jobs_are_not_counted(forq: Forq) -> None:
+def test_a_process_with_a_stuck_gil_is_killed_at_once_and_its_other_jobs_are_not_counted(forq: Forq) -> None:
     forq.create("stuck", "act", timeout="1s", concurrency=2)
     jobs = forq.client().queue("stuck")
     jobs.enqueue({"do": "sleep", "seconds": 0.7}, id="innocent")
@@ -139,7 +139,7 @@ def test_a_coroutine_that_refuses_to_be_cancelled_is_killed_with_its_process(for
     pid = forq.wait_for_child("refuse")["pid"]
     forq.client().queue("refuse").enqueue(1, id="stubborn")
     wait_until(lambda: forq.queue_status("refuse")["dead"] == 1, what="it is dead")
-    assert starts(forq, "refuse", "stubborn", "cancelled"), "it was asked first"
+    assert starts(forq, "refuse", "stubborn", "cancelled"), "it was cancelled first"
     assert forq.child("refuse")["pid"] != pid
 
 

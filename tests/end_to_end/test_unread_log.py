@@ -77,7 +77,7 @@ def test_an_unread_log_blocks_nobody(ends: tuple[int, int], tmp_path: Path) -> N
         drain.start()
         assert forq.stop() == 0
         drain.join(20)
-        assert not drain.is_alive(), "its last word was read"
+        assert not drain.is_alive(), "its last line was read"
     finally:
         if pinger is not None:
             pinger.close()

@@ -28,12 +28,12 @@ def test_an_unserved_queue_is_listed_with_the_next_command(redis_url: str) -> No
         orphan.enqueue_many([1, 2, 3])
         rows = [line.split() for line in forq.ctl("status").splitlines()]
         assert rows[2][:3] == ["orphan", "unserved", "3"]
-        told = (
+        line = (
             "orphan: unserved: no supervisor serves it; "
             "`forqctl create orphan --handler MODULE:FUNCTION --path DIR` makes this one serve it"
         )
-        assert told in forq.ctl("status").splitlines()
-        assert told in forq.ctl("status", "orphan").splitlines()
+        assert line in forq.ctl("status").splitlines()
+        assert line in forq.ctl("status", "orphan").splitlines()
         shown = json.loads(forq.ctl("status", "orphan", "--json"))["queues"][0]
         assert (shown["state"], shown["mode"], shown["waiting"], shown["children"]) == ("unserved", "work", 3, [])
         assert len(shown["items"]) == 3
@@ -58,7 +58,7 @@ def test_a_queue_of_another_supervisor_is_not_listed_until_that_one_is_gone(redi
     with running(redis=redis_url, settings=beats) as one, running(redis=redis_url, settings=beats) as two:
         two.create("theirs")
         two.wait_for_child("theirs")
-        wait_until(lambda: states(one) == {}, what="it is known that somebody serves it")
+        wait_until(lambda: states(one) == {}, what="the other supervisor is known to serve it")
         shown = one.ctl("status", "theirs")
         assert "theirs: elsewhere: another supervisor serves it" in shown
         two.ctl("pause", "theirs")
@@ -67,11 +67,11 @@ def test_a_queue_of_another_supervisor_is_not_listed_until_that_one_is_gone(redi
         for process in two.processes():
             process.send_signal(signal.SIGSTOP)
         try:
-            wait_until(lambda: states(one) == {"theirs": "unserved"}, what="the other is silent")
+            wait_until(lambda: states(one) == {"theirs": "unserved"}, what="the other supervisor is stopped")
         finally:
             for process in two.processes():
                 process.send_signal(signal.SIGCONT)
-        wait_until(lambda: states(one) == {}, what="and is heard again")
+        wait_until(lambda: states(one) == {}, what="its heartbeats are back")
 
 
 def test_metrics_include_unserved_queues(redis_url: str) -> None:
@@ -79,7 +79,7 @@ def test_metrics_include_unserved_queues(redis_url: str) -> None:
     with running(redis=redis_url, settings='[metrics]\nlisten = "./m.sock"\n') as forq:
         scraper = Scraper(forq.directory / "m.sock")
         labels = {"queue": "orphan", "mode": "work", "state": "unserved"}
-        wait_until(lambda: scraper.value("forq_queue_state", **labels) == 1, what="its state is told")
+        wait_until(lambda: scraper.value("forq_queue_state", **labels) == 1, what="its state is reported")
         assert scraper.value("forq_jobs", queue="orphan", state="waiting") == 2
         forq.create("orphan", "record")
         wait_until(lambda: scraper.value("forq_jobs", queue="orphan", state="waiting") == 0, what="it is served")
@@ -94,7 +94,7 @@ def test_while_redis_is_down_only_its_own_queues_are_known(server: Server, redis
         wait_until(lambda: set(states(forq)) == {"mine", "orphan"}, what="both are known")
         server.kill()
         try:
-            wait_until(lambda: not forq.status()["supervisor"]["redis"]["ok"], what="Redis is away")
+            wait_until(lambda: not forq.status()["supervisor"]["redis"]["ok"], what="Redis is down")
             assert set(states(forq)) == {"mine"}
             missing = forq.run_ctl("status", "orphan")
             assert (missing.returncode, missing.stderr.startswith("forqctl: no queue 'orphan': ")) == (4, True)

@@ -17,7 +17,7 @@ from tests.support.faults.shifted_clock import ShiftedClock
 pytestmark = pytest.mark.timeout(120)
 
 QUICK = 'heartbeat = "300ms"\nexpiry = "900ms"\n'
-# For tests in which nobody may be evicted: a busy machine must not look like a fault.
+# For tests without evictions: a busy machine must not look like a fault.
 STEADY = 'heartbeat = "500ms"\nexpiry = "3s"\n'
 TWO_HOURS = 7200
 
@@ -37,7 +37,7 @@ def delayed_run(forq: Forq, queue: str, seconds: float) -> float:
 
 @pytest.mark.fault("clock of a host is wrong")
 @pytest.mark.parametrize("shift", [TWO_HOURS, -TWO_HOURS])
-def test_a_host_whose_clock_is_wrong_works_beside_one_whose_clock_is_right(
+def test_a_host_with_a_wrong_clock_works_beside_one_with_a_correct_clock(
     redis_url: str, clock: ShiftedClock, shift: int
 ) -> None:
     clock.shift(shift)
@@ -54,8 +54,8 @@ def test_a_host_whose_clock_is_wrong_works_beside_one_whose_clock_is_right(
         assert delayed_run(wrong, "own", 0.3) >= 0.3
         wrong.client().queue("own").enqueue(2, id="retried")
         wrong.client().queue("hung").enqueue({"do": "hang"}, id="late")
-        wait_until(lambda: wrong.client().queue("own").status()["done"] == 2, 10.0, "a backoff is as long as it is")
-        wait_until(lambda: wrong.client().queue("hung").status()["dead"] == 1, 10.0, "a timeout is as long as it is")
+        wait_until(lambda: wrong.client().queue("own").status()["done"] == 2, 10.0, "the backoff has its usual length")
+        wait_until(lambda: wrong.client().queue("hung").status()["dead"] == 1, 10.0, "the timeout has its usual length")
         wait_until(lambda: right.client().queue("shared").status()["done"] == len(running_ids), what="both worked")
         assert_nobody_was_evicted(wrong, right)
 
@@ -130,7 +130,7 @@ def test_a_server_whose_clock_jumps_by_an_hour_evicts_nobody(
         assert_nobody_was_evicted(one, two)
         assert [forq.child("shared")["pid"] for forq in (one, two)] == pids
         one.client().queue("shared").enqueue_many([1] * 4)
-        wait_until(lambda: two.client().queue("shared").status()["done"] == 8, what="and both go on")
+        wait_until(lambda: two.client().queue("shared").status()["done"] == 8, what="both supervisors continue")
 
 
 @pytest.mark.fault("clock of the server jumps")

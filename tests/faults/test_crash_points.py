@@ -152,7 +152,7 @@ def test_a_push_fails_when_the_clerk_is_killed_and_the_same_token_stores_it_once
         forq = crash.forq
         forq.create("work", "sleep")
         first = forq.run_ctl("push", "work", "0", "--token", "order-1")
-        assert first.returncode != 0, "nobody knows whether it is stored"
+        assert first.returncode != 0, "the outcome is unknown"
         crash.wait()
         again = wait_until(
             lambda: (done := forq.run_ctl("push", "work", "0", "--token", "order-1")).returncode == 0 and done

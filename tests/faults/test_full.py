@@ -79,7 +79,7 @@ def small() -> Iterator[SmallDiskServer]:
 
 
 @pytest.mark.fault("disk of the append-only file full")
-def test_a_server_that_cannot_write_is_waited_for_and_nothing_acknowledged_is_lost(small: SmallDiskServer) -> None:
+def test_a_server_that_cannot_write_delays_jobs_and_loses_no_acknowledged_one(small: SmallDiskServer) -> None:
     with running(redis=small.url, settings=STEADY) as forq:
         forq.create("work", "sleep")
         forq.wait_for_child("work")
@@ -97,7 +97,7 @@ def test_a_server_that_cannot_write_is_waited_for_and_nothing_acknowledged_is_lo
 
         wait_until(refused, what="the server refuses to write")
         full_at = time.monotonic()
-        wait_until(lambda: not forq.status()["supervisor"]["redis"]["ok"], what="status says so")
+        wait_until(lambda: not forq.status()["supervisor"]["redis"]["ok"], what="status reports it")
         assert forq.run_ctl("status", "--check").returncode == 3
         wait_until(lambda: time.monotonic() - full_at > OUTLASTED_SECONDS, what="the fault outlasts the expiry")
         small.free()
@@ -121,14 +121,16 @@ def test_a_full_disk_keeps_the_lines_of_the_failed_log_in_redis_until_there_is_s
         except PermissionError:
             pytest.skip("a device that is always full needs root")
         forq.client().queue("doomed").enqueue_many([1, 2, 3])
-        told = wait_until(lambda: forq.status()["supervisor"]["failed_log"]["errors"].get("doomed"), what="it is told")
-        assert "No space left on device" in str(told)
+        error = wait_until(
+            lambda: forq.status()["supervisor"]["failed_log"]["errors"].get("doomed"), what="the error is reported"
+        )
+        assert "No space left on device" in str(error)
         assert "doomed" in forq.run_ctl("status", "--check").stderr
-        wait_until(lambda: forq.client().queue("doomed").status()["dead"] == 3, what="the queue goes on")
+        wait_until(lambda: forq.client().queue("doomed").status()["dead"] == 3, what="the queue continues")
         log.unlink()
         wait_until(lambda: len(whole_lines(log)) == 3, what="they are written")
         assert len({json.loads(line)["id"] for line in log.read_text().splitlines()}) == 3
-        wait_until(lambda: forq.status()["supervisor"]["failed_log"]["ok"], what="all is well")
+        wait_until(lambda: forq.status()["supervisor"]["failed_log"]["ok"], what="the error is gone")
 
 
 def always_full(path: Path) -> None:
@@ -158,7 +160,7 @@ def test_a_supervisor_whose_disk_is_full_at_start_names_the_disk(redis_url: str)
         forq.remove()
 
 
-def test_a_supervisor_evicted_while_its_disk_is_full_starts_anew(redis_url: str) -> None:
+def test_a_supervisor_evicted_while_its_disk_is_full_rejoins(redis_url: str) -> None:
     with running(redis=redis_url, settings=STEADY) as forq:
         forq.create("work", "record")
         forq.wait_for_child("work")

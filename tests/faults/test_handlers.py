@@ -1,4 +1,4 @@
-"""Handlers that damage their own process: their job is ended with a cause, and their neighbours are unaffected."""
+"""Handlers that damage their own process: their job is ended with a cause, and their neighbors are unaffected."""
 
 import signal
 from collections.abc import Iterator
@@ -17,19 +17,19 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(scope="module")
 def supervisor() -> Iterator[Forq]:
     with running(settings="capacity = 1000\n") as forq:
-        forq.create("neighbour", "record")
-        forq.wait_for_child("neighbour")
+        forq.create("neighbor", "record")
+        forq.wait_for_child("neighbor")
         yield forq
 
 
 @pytest.fixture
 def forq(supervisor: Forq) -> Iterator[Forq]:
-    """A supervisor with a neighbour queue, which must run in the same process after the test as before."""
-    pid = supervisor.child("neighbour")["pid"]
+    """A supervisor with a neighbor queue, which must run in the same process after the test as before."""
+    pid = supervisor.child("neighbor")["pid"]
     yield supervisor
-    job_id = supervisor.client().queue("neighbour").enqueue(1)
-    wait_until(lambda: [t for t in supervisor.traces("end") if t.job == job_id], 10.0, "the neighbour works")
-    assert supervisor.child("neighbour")["pid"] == pid
+    job_id = supervisor.client().queue("neighbor").enqueue(1)
+    wait_until(lambda: [t for t in supervisor.traces("end") if t.job == job_id], 10.0, "the neighbor works")
+    assert supervisor.child("neighbor")["pid"] == pid
 
 
 def create(forq: Forq, name: str, function: str, **options: object) -> None:
@@ -78,7 +78,7 @@ def test_a_handler_that_ignores_term_is_killed_after_the_grace_and_its_job_is_no
 
 
 @pytest.mark.fault("handler blocks all signals")
-def test_a_handler_that_blocks_all_signals_is_killed_at_its_deadline_and_says_timeout(forq: Forq) -> None:
+def test_a_handler_that_blocks_all_signals_is_killed_at_its_deadline_with_the_cause_timeout(forq: Forq) -> None:
     create(forq, "blocking", "block_signals", timeout="500ms", max_timeouts=0)
     forq.client().queue("blocking").enqueue(60, id="j")
     wait_until(lambda: forq.client().queue("blocking").status()["dead"] == 1, what="it is dead")
@@ -103,7 +103,7 @@ def test_a_handler_that_crashes_in_c_is_counted_with_its_signal(forq: Forq) -> N
 
 
 @pytest.mark.fault("handler changes its surroundings")
-def test_a_handler_that_changes_directory_umask_signals_and_environment_harms_neither_its_queue_nor_others(
+def test_a_handler_that_changes_directory_umask_signals_and_environment_affects_no_later_job(
     forq: Forq, tmp_path: Path
 ) -> None:
     create(forq, "changing", "change_surroundings", stop_grace="200ms")

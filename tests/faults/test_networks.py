@@ -55,7 +55,7 @@ def wait_until_done(forq: Forq, count: int) -> None:
 
 
 @pytest.mark.fault("connection dropped")
-def test_connections_that_are_cut_again_and_again_cost_no_job_and_no_process(forq: Forq, proxy: Proxy) -> None:
+def test_repeatedly_cut_connections_lose_no_job_and_no_process(forq: Forq, proxy: Proxy) -> None:
     forq.client().queue("work").enqueue_many([0.02] * 60)
     for done in (5, 15, 25):
         wait_until(lambda done=done: len(forq.traces("end")) >= done, what="some are done")  # type: ignore[misc]
@@ -64,7 +64,7 @@ def test_connections_that_are_cut_again_and_again_cost_no_job_and_no_process(for
 
 
 @pytest.mark.fault("connection dropped")
-def test_connections_that_the_server_closes_are_made_again(server: Server, redis_url: str) -> None:
+def test_connections_that_the_server_closes_are_reopened(server: Server, redis_url: str) -> None:
     with running(redis=redis_url) as forq, server.connect() as redis:
         forq.create("work", "sleep")
         forq.wait_for_child("work")
@@ -86,7 +86,7 @@ def test_an_idle_worker_that_lost_the_reply_with_its_job_runs_it_once(forq: Forq
 
 
 @pytest.mark.fault("reply lost")
-def test_a_worker_that_lost_the_reply_to_its_settling_settles_once(forq: Forq, proxy: Proxy) -> None:
+def test_a_worker_that_lost_the_reply_to_its_settle_settles_once(forq: Forq, proxy: Proxy) -> None:
     queue = forq.client().queue("work")
     queue.enqueue(0.3)
     wait_until(lambda: forq.traces("start"), what="it runs")
@@ -98,7 +98,7 @@ def test_a_worker_that_lost_the_reply_to_its_settling_settles_once(forq: Forq, p
 
 
 @pytest.mark.fault("reply lost")
-def test_a_producer_that_lost_the_reply_is_told_and_its_token_makes_the_second_call_harmless(
+def test_a_producer_with_a_lost_reply_gets_an_error_and_its_token_makes_a_second_call_safe(
     proxy: Proxy, redis_url: str
 ) -> None:
     with one_queue(redis_url) as queue:
@@ -116,7 +116,7 @@ def test_a_producer_that_lost_the_reply_is_told_and_its_token_makes_the_second_c
 
 
 @pytest.mark.fault("connection half-open")
-def test_a_half_open_connection_is_given_up_in_bounded_time_and_a_new_one_is_made(
+def test_a_half_open_connection_is_replaced_in_bounded_time(
     server: Server, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Over TCP: a worker waits longer at a unix socket, which cannot be half-open."""
@@ -139,7 +139,7 @@ def test_a_half_open_connection_is_given_up_in_bounded_time_and_a_new_one_is_mad
 
 
 @pytest.mark.fault("connection half-open")
-def test_a_producer_on_a_half_open_connection_is_told_in_bounded_time(proxy: Proxy, redis_url: str) -> None:
+def test_a_producer_on_a_half_open_connection_gets_an_error_in_bounded_time(proxy: Proxy, redis_url: str) -> None:
     with one_queue(redis_url) as queue:
         link = Link(proxy.url, name="forq-producer", timeout_seconds=0.5)
         producer = Producer(link, DEFAULT_PREFIX, "q")
@@ -153,7 +153,7 @@ def test_a_producer_on_a_half_open_connection_is_told_in_bounded_time(proxy: Pro
 
 
 @pytest.mark.fault("network slow")
-def test_on_a_slow_network_everything_takes_longer_and_nothing_else_changes(forq: Forq, proxy: Proxy) -> None:
+def test_a_slow_network_only_delays_jobs(forq: Forq, proxy: Proxy) -> None:
     proxy.delay(0.03)
     queue = forq.client().queue("work")
     queue.enqueue_many([0] * 30)
@@ -164,7 +164,7 @@ def test_on_a_slow_network_everything_takes_longer_and_nothing_else_changes(forq
 
 
 @pytest.mark.fault("network slow")
-def test_a_network_that_falls_silent_for_a_while_delays_and_loses_nothing(forq: Forq, proxy: Proxy) -> None:
+def test_a_silent_network_delays_jobs_and_loses_none(forq: Forq, proxy: Proxy) -> None:
     forq.client().queue("work").enqueue_many([0.05] * 20)
     wait_until(lambda: len(forq.traces("end")) >= 3, what="some are done")
     proxy.freeze()
@@ -173,6 +173,6 @@ def test_a_network_that_falls_silent_for_a_while_delays_and_loses_nothing(forq: 
     assert status.returncode == 0, "the supervisor answers meanwhile"
     # Time for the other 17 jobs, if they could be claimed. No event marks that nothing was claimed.
     time.sleep(1.0)
-    assert len(forq.traces("start")) <= held + 1, "nothing is run that was not claimed"
+    assert len(forq.traces("start")) <= held + 1, "only claimed jobs run"
     proxy.thaw()
     wait_until_done(forq, 20)

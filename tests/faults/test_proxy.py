@@ -104,7 +104,7 @@ def test_without_a_server_the_proxy_disconnects(tmp_path: Path) -> None:
         Link(proxy.url, timeout_seconds=0.5).call("PING")
 
 
-def test_a_large_answer_passes_whole(proxy: Proxy, link: Link, server: Server) -> None:
+def test_a_large_answer_passes_completely(proxy: Proxy, link: Link, server: Server) -> None:
     with server.connect() as client:
         client.set("big", b"x" * 5_000_000)
     assert link.call("GET", "big") == b"x" * 5_000_000

@@ -77,7 +77,7 @@ def write_history(server: Server, queue: OneQueue) -> list[Written]:
 
 
 @pytest.mark.fault("tail of the append-only file lost")
-def test_wherever_the_append_only_file_is_cut_the_queue_is_as_it_was_between_two_steps() -> None:
+def test_any_truncation_of_the_append_only_file_leaves_the_queue_between_two_steps() -> None:
     chance = random.Random(SEED)
     with durable_server() as server, one_queue(server.url, max_retries=3) as queue:
         history = write_history(server, queue)
@@ -208,14 +208,14 @@ def test_supervisors_continue_with_the_remaining_data_after_a_power_loss() -> No
         assert left, "some settled jobs are unsettled again"
         os.truncate(growing_file(server), cut)
         server.start()
-        wait_until(lambda: forq.client().queue("work").status()["done"] == expected, 30.0, "it goes on")
+        wait_until(lambda: forq.client().queue("work").status()["done"] == expected, 30.0, "the supervisors continue")
         wait_until(lambda: holds_nothing(forq, "work"), what="nothing is left")
         assert {trace.job for trace in forq.traces("end")} == set(ids)
         assert {trace.stalls for trace in forq.traces()} == {0}, "no worker died of it"
 
 
 @pytest.mark.fault("server killed")
-def test_a_server_that_returns_empty_gets_its_queues_again(server: Server, redis_url: str) -> None:
+def test_queues_are_created_again_on_a_server_that_returns_empty(server: Server, redis_url: str) -> None:
     with running(redis=redis_url, settings='heartbeat = "300ms"\nexpiry = "900ms"\n') as forq:
         forq.create("work", "record")
         forq.wait_for_child("work")
@@ -227,6 +227,6 @@ def test_a_server_that_returns_empty_gets_its_queues_again(server: Server, redis
             done = forq.run_ctl("push", "work", "1")
             return done.stdout.strip() if done.returncode == 0 else None
 
-        job_id = wait_until(stored, what="the queue is made again")
+        job_id = wait_until(stored, what="the queue is created again")
         wait_until(lambda: [t for t in forq.traces("end") if t.job == job_id], what="it runs")
         assert queue.status()["waiting"] == 0

@@ -57,7 +57,7 @@ def stop_process(server: Server) -> None:
 
 @pytest.mark.fault("server frozen")
 @pytest.mark.parametrize("stand_still", [pause_clients, stop_process])
-def test_a_server_that_hangs_longer_than_the_expiry_hands_no_job_out_twice(
+def test_a_server_that_hangs_longer_than_the_expiry_runs_no_job_twice(
     server: Server, pair: tuple[Forq, Forq], stand_still: Callable[[Server], None]
 ) -> None:
     queue = pair[0].client().queue("shared")
@@ -120,8 +120,8 @@ def test_another_client_s_runaway_script_raises_an_alarm_and_costs_no_job(
     wait_until(lambda: len(one.traces("start")) >= 4, what="four run")
     with runaway_script(server):
         began = time.monotonic()
-        told = wait_until(lambda: not (r := one.status()["supervisor"]["redis"])["ok"] and r["error"], what="an alarm")
-        assert "BUSY" in told
+        error = wait_until(lambda: not (r := one.status()["supervisor"]["redis"])["ok"] and r["error"], what="an alarm")
+        assert "BUSY" in error
         assert one.run_ctl("status", "--check").returncode == 3
         wait_until(lambda: time.monotonic() - began > STILL_SECONDS, what="it outlasts the expiry")
     assert_each_ran_once(pair, 8)

@@ -1,4 +1,4 @@
-"""Writing lines to a stderr that nobody may read."""
+"""Writes lines to a stderr that may have no reader."""
 
 import os
 import socket

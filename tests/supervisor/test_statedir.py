@@ -101,7 +101,7 @@ def test_a_file_in_its_place_is_refused(tmp_path: Path) -> None:
         StateDir(tmp_path / "file" / "below")
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
 def test_an_unwritable_directory_is_refused() -> None:
     def check() -> int:
         os.setresuid(65534, 65534, 65534)

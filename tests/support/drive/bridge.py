@@ -132,7 +132,7 @@ def bridge(url: str, *arguments: str) -> Iterator[BridgeProcess]:
 @contextmanager
 def listening(url: str, path: Path, *arguments: str) -> Iterator[BridgeProcess]:
     with bridge(url, "--listen", str(path), *arguments) as process:
-        wait_until(lambda: accepts(path), what=f"somebody listens at {path}: {process.log}")
+        wait_until(lambda: accepts(path), what=f"the bridge listens at {path}: {process.log}")
         yield process
 
 

@@ -1,5 +1,5 @@
 #!/bin/sh
-# Runs a command beside others, and shows what it has written when it has ended: lines of several would be mixed.
+# Runs a command beside others and prints its output at its end, so that lines of several commands do not mix.
 out=$(mktemp)
 trap 'rm -f "$out"' EXIT
 echo "$*: begins"

@@ -155,6 +155,6 @@ class Scraper:
 
     def health(self) -> tuple[int, list[dict[str, str]]]:
         status, _, text = self.get("/healthz")
-        told = json.loads(text)
-        assert told["ok"] == (status == 200) == (not told["faults"])
-        return status, told["faults"]
+        answer = json.loads(text)
+        assert answer["ok"] == (status == 200) == (not answer["faults"])
+        return status, answer["faults"]

@@ -240,10 +240,10 @@ class HandWorker:
         gave_up: Settled = [
             part for job_id in failed for part in (job_id, by, 7, error, error, kind or "retriable", "", "0.5")
         ]
-        told: Results = []
+        encoded: Results = []
         for job_id, result in (results or {}).items():
-            told += (done.index(job_id) + 1, result.encode())
-        turn = self.consumer.turn(self.number, succeeded, gave_up, keep, want, told)
+            encoded += (done.index(job_id) + 1, result.encode())
+        turn = self.consumer.turn(self.number, succeeded, gave_up, keep, want, encoded)
         self.fence = turn.fence or self.fence
         return turn
 
@@ -251,7 +251,7 @@ class HandWorker:
         return Position(self.name, self.number, index, running)
 
     def block(self) -> str | None:
-        """Does what a served BLMOVE does, even one on a connection that nobody reads any more."""
+        """Does what a served BLMOVE does, even on a connection that is no longer read."""
         source = self._queue.key("pending" if self.lane == "main" else "failed")
         moved = self._queue.redis.lmove(source, self.processing, "LEFT", "RIGHT")
         return None if moved is None else moved.decode()

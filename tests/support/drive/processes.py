@@ -13,7 +13,7 @@ from forq.supervisor.child import spawn
 
 def in_a_process_of_its_own(check: Callable[[], None]) -> None:
     """Runs `check` in a fork, because treekill kills every child of its process that it does not know, and pytest has
-    children of its own."""
+    other children."""
 
     def run() -> int:
         become_subreaper()

@@ -1,5 +1,5 @@
 #!/bin/sh
-# redis70.sh DIRECTORY: prints the path of a redis-server 7.0, or says on stderr why there is none and ends with 1.
+# redis70.sh DIRECTORY: prints the path of a redis-server 7.0, or prints the reason to stderr and exits with 1.
 # It is the one on PATH, one that an earlier run has put into DIRECTORY, or Debian's, unpacked there (no root needed).
 set -u
 directory=$1

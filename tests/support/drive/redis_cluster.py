@@ -147,7 +147,7 @@ def _follow(replica: Server, master_id: str) -> None:
         try:
             run_command(replica, "CLUSTER", "REPLICATE", master_id)
         except redis.ResponseError as exc:
-            if "Unknown node" not in str(exc):  # it has not heard of that one yet
+            if "Unknown node" not in str(exc):  # it does not know that node yet
                 raise
             return False
         return True

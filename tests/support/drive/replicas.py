@@ -32,7 +32,8 @@ class Pair:
         run_command(self.replica, "REPLICAOF", "127.0.0.1", self.proxy.port if proxied else first)
         wait_until(lambda: is_in_sync(self.replica), what="the replica is in sync")
         wait_until(
-            lambda: b"state=online" in run_command(self.master, "INFO", "replication"), what="and the master knows"
+            lambda: b"state=online" in run_command(self.master, "INFO", "replication"),
+            what="the master knows its replica",
         )
 
     def promote(self) -> None:

@@ -70,7 +70,7 @@ class OnTerminal:
             self.read(0.05)
 
     def end(self, seconds: float = 20.0) -> int:
-        """Waits until the program ends by itself; returns its exit code."""
+        """Waits until the program ends; returns its exit code."""
         deadline = time.monotonic() + seconds
         while self.process.poll() is None and time.monotonic() < deadline:
             self.read(0.05)

@@ -5,7 +5,7 @@ import signal
 import time
 from typing import Any
 
-from keeping import hold_in_thread  # type: ignore[import-not-found]
+from gil_holding import hold_in_thread  # type: ignore[import-not-found]
 from traced import hang, trace  # type: ignore[import-not-found]
 
 from forq import Job, Permanent

@@ -1,4 +1,4 @@
-"""Handlers that take too much of the machine; each stops by itself before it harms a test machine."""
+"""Handlers that take too much of the machine; each stops before it harms a test machine."""
 
 import os
 import resource
@@ -72,7 +72,7 @@ def ask_for_much(data: Any, job: Job) -> None:
 
 
 def wild(data: Any, job: Job) -> None:
-    """Disturbs its neighbours: {"do": "bomb" | "leak" | "flood", "size": …}."""
+    """Disturbs its neighbors: {"do": "bomb" | "leak" | "flood", "size": …}."""
     trace(job, "start")
     what, size = data["do"], int(data["size"])
     if what == "bomb":

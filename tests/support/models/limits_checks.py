@@ -63,7 +63,7 @@ class LimitChecks:
     def promoted(self, due_ms: int | None) -> None:
         """Records when pulse calls promote next, after a call of promote or a heartbeat."""
         self._model.limits.promised = False
-        self._hear()
+        self._receive()
         self._model.limits.timer = due_ms is not None
 
     def may_be_due(self, state: State) -> bool:
@@ -82,27 +82,27 @@ class LimitChecks:
         woken = {worker.name for worker in workers if self.is_woken(worker)}
         asleep = {worker.name for worker in workers if worker.limited}
         repeats = {worker.name for worker in workers if worker.unsettled}
-        assert sleepers <= asleep | repeats, "somebody is to be woken who does not sleep"
-        assert asleep <= sleepers | woken, "somebody sleeps, and nobody knows of him"
+        assert sleepers <= asleep | repeats, "a worker is to be woken that does not sleep"
+        assert asleep <= sleepers | woken, "a worker sleeps but is not registered"
         if self._model.paused or limits.promised or not sleepers:
             return
         if self.room(state) > 0:
-            assert woken & (asleep | repeats), "something may begin, and all sleep"
+            assert woken & (asleep | repeats), "a job may begin but all workers sleep"
         elif limits.rate and limits.used == BURST:
             self._check_timer()
 
     def _check_room(self) -> None:
-        told = self._queue.inspector.counts().limits
-        assert told is not None
-        assert told["may_begin"] == self._model.limits.room(self._model.active())
+        limits = self._queue.inspector.counts().limits
+        assert limits is not None
+        assert limits["may_begin"] == self._model.limits.room(self._model.active())
 
     def _check_timer(self) -> None:
         deadline = time.monotonic() + 0.5
         while not self._model.limits.timer and time.monotonic() < deadline:
-            self._hear(0.05)
-        assert self._model.limits.timer, "somebody waits for a token, and pulse does not know"
+            self._receive(0.05)
+        assert self._model.limits.timer, "a worker waits for a token but pulse has no timer"
 
-    def _hear(self, seconds: float = 0) -> None:
+    def _receive(self, seconds: float = 0) -> None:
         while self._subscription is not None and self._subscription.get_message(timeout=seconds) is not None:
             self._model.limits.timer = True
             seconds = 0

@@ -70,7 +70,7 @@ class Checks:
             {job_id.decode(): int(due) for job_id, due in scheduled},
             {job_id.decode() for job_id in blocked},
             {job_id.decode(): len(lines.splitlines()) for job_id, lines in attempts.items()},
-            {job_id.decode(): told.decode().split(" ", 2)[2] for job_id, told in progress.items()},
+            {job_id.decode(): text.decode().split(" ", 2)[2] for job_id, text in progress.items()},
         )
 
     def _check_jobs(self, state: State) -> None:
@@ -162,12 +162,12 @@ class Checks:
         stored = self._queue.redis.hgetall(self._queue.key("done:jobs"))
         assert set(ended) == set(stored)
         seen = {job_id.decode(): read_done(packed) for job_id, packed in stored.items()}
-        told = {job_id: (str(done.fence), done.result, len(done.attempts)) for job_id, done in seen.items()}
-        assert told == {
+        kept = {job_id: (str(done.fence), done.result, len(done.attempts)) for job_id, done in seen.items()}
+        assert kept == {
             job_id: (done.fence, orjson.loads(done.result) if done.result else None, done.attempts)
             for job_id, done in self._model.kept.items()
         }
-        assert self._queue.inspector.counts().kept == len(told)
+        assert self._queue.inspector.counts().kept == len(kept)
         newest_ms = max(ended.values(), default=0)
         while self._server_ms() <= newest_ms:
             pass
@@ -182,20 +182,26 @@ class Checks:
         for entry_id, fields in self._queue.redis.xrange(self._queue.key("events"), self._read_up_to):
             self._replay.read(fields)
             self._read_up_to = b"(" + entry_id
-        jobs, told = self._model.jobs, self._replay
-        assert told.ready == {
+        jobs, replay = self._model.jobs, self._replay
+        assert replay.ready == {
             job_id: job.run_at if job.scheduled else None for job_id, job in jobs.items() if job.owner is None
         }
         running = {job_id: job for job_id, job in jobs.items() if job.owner}
-        assert told.active == {job_id: int((job.owner or "").partition(":")[2]) for job_id, job in running.items()}
-        assert told.attempts == {job_id: 1 + job.retries + job.stalls + job.timeouts for job_id, job in running.items()}
-        assert told.marked == {job_id for job_id, job in running.items() if job.removed}
-        assert told.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
-        assert told.paused == self._model.paused
-        assert told.dropped == 0
+        assert replay.active == {job_id: int((job.owner or "").partition(":")[2]) for job_id, job in running.items()}
+        assert replay.attempts == {
+            job_id: 1 + job.retries + job.stalls + job.timeouts for job_id, job in running.items()
+        }
+        assert replay.marked == {job_id for job_id, job in running.items() if job.removed}
+        assert replay.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
+        assert replay.paused == self._model.paused
+        assert replay.dropped == 0
         counts = self._queue.inspector.counts()
-        assert (counts.epoch, counts.journal_sequence, counts.journal_hash) == (told.epoch, told.sequence, told.hash)
-        assert counts.dead == len(told.archived)
+        assert (counts.epoch, counts.journal_sequence, counts.journal_hash) == (
+            replay.epoch,
+            replay.sequence,
+            replay.hash,
+        )
+        assert counts.dead == len(replay.archived)
 
 
 def pass_time(queue: OneQueue, ms: int) -> None:

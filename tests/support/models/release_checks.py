@@ -40,7 +40,7 @@ class ReleaseChecks(Checks):
         self._check_lists(seen)
         self._check_timers(seen)
         if self._release.mode == "on_request" and not self._release.paused:
-            self._check_rings(seen)
+            self._check_notifications(seen)
 
     def awaiters(self) -> Awaiters:
         key = self._gate.key
@@ -108,7 +108,7 @@ class ReleaseChecks(Checks):
         assert state.owners == {
             job_id: item.owner + (":removed" if item.removed else "") for job_id, item in items.items() if item.owner
         }
-        assert len(set(state.active.values())) == len(state.active), "somebody holds two items"
+        assert len(set(state.active.values())) == len(state.active), "an awaiter holds two items"
 
     def _check_hints(self, state: State) -> None:
         hints = Counter(f"{priority}:{job_id}" for priority, ids in state.waiting.items() for job_id in ids)
@@ -124,7 +124,7 @@ class ReleaseChecks(Checks):
     def _check_waking(self, state: State) -> None:
         assert state.tokens <= 1
         if self._release.mode == "on_request":
-            assert state.tokens == state.retry_tokens == 0, "nobody blocks on the lists"
+            assert state.tokens == state.retry_tokens == 0, "no worker blocks on the lists"
             return
         if self._release.paused or any(state.processing.values()):
             return
@@ -157,7 +157,7 @@ class ReleaseChecks(Checks):
             name: (known.arrival, known.via, known.wanted) for name, known in registered.items()
         }
         members = {f"{known.wanted} {known.arrival} {name}" for name, known in registered.items()}
-        assert set(seen.in_line) <= members, "who is forgotten stands in line"
+        assert set(seen.in_line) <= members, "a forgotten awaiter is in line"
         if self._release.mode == "auto_release":
             assert set(seen.in_line) == members
         for key, end_ms in seen.ends.items():
@@ -178,7 +178,7 @@ class ReleaseChecks(Checks):
                 known = self._release.registered[name]
                 rung = known.via == "-" and name not in seen.lined_up
                 # A notification to a silent awaiter ends at once.
-                assert (found == "") == rung or known.silent, "who is rung is not in line"
+                assert (found == "") == rung or known.silent, "a notified awaiter is not in line"
 
     def _check_timers(self, seen: Awaiters) -> None:
         items = self._release.items_by_id
@@ -189,7 +189,7 @@ class ReleaseChecks(Checks):
         for job_id, at in seen.expiries.items():
             assert abs(at - items[job_id].expires_ms) < MINUTE_MS, f"{job_id} is too old at another time"
 
-    def _check_rings(self, seen: Awaiters) -> None:
+    def _check_notifications(self, seen: Awaiters) -> None:
         """While an item is available, an awaiter that can have it was notified, or there is none."""
         ready = {job_id for job_id, item in self._release.items_by_id.items() if item.waits}
         self._release.unheard &= ready

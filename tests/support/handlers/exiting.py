@@ -47,7 +47,7 @@ def raise_unspeakable(data: Any, job: Job) -> None:
 
 
 class Slow(Exception):
-    """Never finishes reporting when it wants to be retried."""
+    """Its retry_at never returns."""
 
     @property
     def retry_at(self) -> float:
@@ -79,16 +79,16 @@ def say(data: Any, job: Job) -> None:
         return
     fd = leash()
 
-    def speak() -> None:
+    def write_lines() -> None:
         for line in data["lines"]:
             os.write(fd, json.dumps(line).replace('"SLOT"', str(_slot())).encode() + b"\n")
         if "exit" in data:
             os._exit(data["exit"])
 
     if data.get("later"):
-        threading.Timer(0.5, speak).start()
+        threading.Timer(0.5, write_lines).start()
     else:
-        speak()
+        write_lines()
         time.sleep(data.get("seconds", 0))
 
 

@@ -26,7 +26,7 @@ sys.exit(cli.main())
 
 
 class ImpatientForq(Forq):
-    """Looks for such queues fifty times a second, and repairs one after half a second."""
+    """Checks for incomplete queues fifty times a second, and repairs one after half a second."""
 
     def program(self) -> list[str]:
         return [sys.executable, "-c", IMPATIENT]
@@ -53,7 +53,7 @@ def entry(link: Link, name: str) -> object:
     return link.call("HGET", registry_key(DEFAULT_PREFIX), name)
 
 
-def mendings(forq: Forq, name: str) -> int:
+def repairs(forq: Forq, name: str) -> int:
     lines = (line for line in forq.log.splitlines() if "repairing half-created" in line)
     return sum(line.endswith(f"queue={name}") for line in lines)
 
@@ -62,7 +62,7 @@ def test_an_entry_whose_queue_was_never_created_is_removed(forq: ImpatientForq, 
     forq.create("whole")
     link.run(script("reserve"), registry_key(DEFAULT_PREFIX), "half", "on_request", 100)
     wait_until(lambda: entry(link, "half") is None)
-    assert mendings(forq, "half") >= 1
+    assert repairs(forq, "half") >= 1
     forq.create("half")
     assert entry(link, "whole") == entry(link, "half") == b"work"
 
@@ -85,5 +85,5 @@ def test_an_abandoned_deletion_is_finished_and_its_dropped_jobs_are_logged(
     assert sorted(json.loads(line)["data"]["n"] for line in lines) == list(range(JOBS))
     assert link.call("EXISTS", f"{base}:trash", f"{base}:options") == 0
     # Pulse reports it repeatedly meanwhile, and one more report may be in flight at the end.
-    assert 1 <= mendings(forq, "gate") <= 2
+    assert 1 <= repairs(forq, "gate") <= 2
     assert forq.client().create_queue("gate", mode="on_request").status()["waiting"] == 0

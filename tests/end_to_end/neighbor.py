@@ -10,7 +10,7 @@ EVERY_SECONDS = 0.02
 NAME = "calm"
 
 
-class Neighbour:
+class Neighbor:
     """Enqueues a job of 5 ms every 20 ms; records the time from enqueue to end."""
 
     def __init__(self, forq: Forq) -> None:
