@@ -57,4 +57,4 @@ def test_at_max_memory_the_process_is_replaced(forq: Forq) -> None:
         queue.enqueue(0.2)
         wait_until(lambda: forq.queue_status("memory")["waiting"] == 0)
     assert forq.child("memory")["pid"] != pid
-    assert "reason=max_memory = 1048576, it has " in forq.log
+    assert "reason=max_memory = 1048576, used " in forq.log
