@@ -85,6 +85,18 @@ class InvalidData(UsageError):
     code = "invalid_data"
 
 
+class DoesNotFit(InvalidData, TypeError):
+    """A value that does not fit its annotation, or that would come back from JSON as another one."""
+
+    code = "does_not_fit"
+
+
+class InvalidTask(UsageError):
+    """A function that cannot be a task: for its kind, or for an annotation that cannot be converted."""
+
+    code = "invalid_task"
+
+
 class InvalidOption(UsageError):
     """A queue option that is unknown, of the wrong type or out of range."""
 
@@ -125,6 +137,12 @@ class NoResult(ForqError):
     """The awaited job is done, but has no result."""
 
     code = "no_result"
+
+
+class ArgumentsDoNotFit(ForqError):
+    """The stored arguments of a job do not fit the signature of its task."""
+
+    code = "arguments_do_not_fit"
 
 
 class UnknownSchedule(ForqError):

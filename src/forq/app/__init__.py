@@ -1,0 +1,1 @@
+"""The application side: tasks, their arguments and their results."""
