@@ -7,7 +7,8 @@ from inspect import Parameter
 from types import GenericAlias
 from typing import Any, NoReturn, Unpack, get_args, get_origin, get_type_hints
 
-from forq.app.convert import Converter, Misfit, show_annotation
+from forq.app.convert import Converter, show_annotation
+from forq.app.packing import Misfit
 from forq.errors import ArgumentsDoNotFit, DoesNotFit, InvalidTask
 from forq.values import shown
 
