@@ -210,7 +210,7 @@ class _Compiler:
     def _class(self, described: info.TypedDictType | info.NamedTupleType | info.DataclassType, place: str) -> Pack:
         if described.cls in self._classes:
             return self._classes[described.cls]
-        fields: list[tuple[str, Pack]] = []
+        fields: dict[str, Pack] = {}
         cls = get_origin(described.cls) or described.cls
         if isinstance(described, info.TypedDictType):
             required = {field.name for field in described.fields if field.required}
@@ -222,7 +222,7 @@ class _Compiler:
             packed = object_packer(cls, fields)
         # Before its fields: a class may contain itself.
         self._classes[described.cls] = packed
-        fields += [(field.name, self.pack(field.type, f"{place}.{field.name}")) for field in described.fields]
+        fields |= {field.name: self.pack(field.type, f"{place}.{field.name}") for field in described.fields}
         return packed
 
     def _key(self, described: info.Type, place: str) -> Pack:

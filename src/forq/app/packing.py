@@ -215,20 +215,16 @@ def dict_packer(pack_key: Pack, pack_value: Pack) -> Pack:
     return pack
 
 
-def typed_dict_packer(fields: list[tuple[str, Pack]], required: set[str]) -> Pack:
-    by_name: dict[str, Pack] = {}
-
+def typed_dict_packer(fields: dict[str, Pack], required: set[str]) -> Pack:
     def pack(value: Any) -> dict[str, Any]:
         if type(value) is not dict:
             raise unexpected(value, "dict")
-        if not by_name:
-            by_name.update(fields)
         for name in required:
             if name not in value:
                 raise Misfit(f"lacks the key {name!r}")
         packed = {}
         for name, item in value.items():
-            pack_item = by_name.get(name) if type(name) is str else None
+            pack_item = fields.get(name) if type(name) is str else None
             if pack_item is None:
                 raise Misfit(f"has the key {shown(name)}, which its TypedDict does not declare")
             try:
@@ -240,7 +236,7 @@ def typed_dict_packer(fields: list[tuple[str, Pack]], required: set[str]) -> Pac
     return pack
 
 
-def named_tuple_packer(cls: type, fields: list[tuple[str, Pack]]) -> Pack:
+def named_tuple_packer(cls: type, fields: dict[str, Pack]) -> Pack:
     as_object = object_packer(cls, fields)
 
     def pack(value: Any) -> list[Any]:
@@ -249,14 +245,14 @@ def named_tuple_packer(cls: type, fields: list[tuple[str, Pack]]) -> Pack:
     return pack
 
 
-def object_packer(cls: type, fields: list[tuple[str, Pack]]) -> Pack:
+def object_packer(cls: type, fields: dict[str, Pack]) -> Pack:
     def pack(value: Any) -> dict[str, Any]:
         if type(value) is not cls:
             raise unexpected(value, cls.__name__)
         packed = {}
         name = ""
         try:
-            for name, pack_item in fields:
+            for name, pack_item in fields.items():
                 packed[name] = pack_item(getattr(value, name))
         except Misfit as misfit:
             raise misfit.at(f".{name}") from None
