@@ -16,6 +16,7 @@ import attrs
 import msgspec
 import orjson
 import pydantic
+import pydantic.dataclasses
 import pytest
 
 from forq.app.convert import Converter
@@ -179,6 +180,17 @@ class OneWay(pydantic.BaseModel):
     x: int = pydantic.Field(serialization_alias="out", validation_alias="in")
 
 
+@pydantic.dataclasses.dataclass
+class Checked:
+    age: int
+    born: date
+
+
+@attrs.define
+class Converted:
+    number: int = attrs.field(converter=int)
+
+
 UserId = NewType("UserId", int)
 Untyped = namedtuple("Untyped", "a b")
 
@@ -291,6 +303,8 @@ SAME: list[tuple[Any, Any]] = [
     (Page[date], Page[date](items=[date(2026, 1, 1)])),
     (list[User] | None, [User(userId=1)]),
     (Box[User], Box(User(userId=1))),
+    (Checked, Checked(5, date(2026, 1, 1))),
+    (Converted, Converted("5")),
     (UserId, 5),
     (Annotated[str, "a name"], "x"),
     (Annotated[int, msgspec.Meta(gt=0)], 1),

@@ -178,6 +178,28 @@ def test_unannotated_parameters_take_json_types() -> None:
         signature(plain).pack(({"at": datetime(2026, 1, 1)},), {})
 
 
+@dataclass
+class Node:
+    children: list[Node]
+
+
+def walk(node: Node, data: Any = None) -> Node:
+    return node
+
+
+def test_values_that_contain_themselves_are_refused() -> None:
+    node = Node([])
+    node.children.append(node)
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(DoesNotFit, match="argument node: nested too deeply, or contains itself"):
+        signature(walk).pack((node,), {})
+    with pytest.raises(DoesNotFit, match="argument data: "):
+        signature(walk).pack((Node([]), endless), {})
+    with pytest.raises(DoesNotFit, match="result: nested too deeply, or contains itself"):
+        signature(walk).pack_result(node)
+
+
 def test_required_parameters_are_those_without_default() -> None:
     assert signature(everything).required() == ["a", "b", "key"]
     assert signature(rest_only).required() == []

@@ -12,6 +12,7 @@ from dataclasses import InitVar, is_dataclass
 from dataclasses import fields as dataclass_fields
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any, get_args, get_origin, get_type_hints
 from uuid import UUID
 
@@ -47,7 +48,7 @@ from forq.broker.record import pack_data
 from forq.errors import InvalidTask
 from forq.values import shown
 
-_MSGSPEC_PLACE = re.compile(r"(.*) - at `(key` in `)?\$(.*)`\Z", re.DOTALL)
+_MSGSPEC_PLACE = re.compile(r"(.*) - at `(key` in `)?\$\[0\](.*)`\Z", re.DOTALL)
 _MSGSPEC_TEXT = re.compile(r"(Expected|Invalid|Object|Missing|Unable) ")
 
 # Annotations that convert to JSON text, as dict keys must.
@@ -70,8 +71,8 @@ _INSTEAD = {
 class Converter:
     """Converts the values of one annotation.
 
-    `place` names the annotation in errors, such as "argument order"; `native` is the one type that JSON keeps as it
-    is, or None.
+    `place` names the annotation in errors, such as "argument order". `native` holds the types whose values JSON keeps
+    as they are.
     """
 
     def __init__(self, annotation: Any, place: str) -> None:
@@ -79,7 +80,10 @@ class Converter:
         compiler = _Compiler()
         described = _describe(annotation, place)
         self._pack = compiler.pack(described, place)
-        self.native = _NATIVE.get(type(described)) if described in _UNCONSTRAINED else None
+        members = described.types if isinstance(described, info.UnionType) else (described,)
+        self.native = {_NATIVE[type(each)] for each in members if each in _UNCONSTRAINED and type(each) in _NATIVE}
+        # msgspec keeps what it knows of a class, but would read other annotations again at each call.
+        self._holder: Any = msgspec.defstruct("Holder", [("value", annotation)], array_like=True)
         self.pack: Pack = self._pack_and_compare if compiler.needs_comparison else self._pack
 
     def unpack(self, data: Any) -> Any:
@@ -87,7 +91,7 @@ class Converter:
         if self.annotation is Any:
             return data
         try:
-            return msgspec.convert(data, self.annotation, strict=True, str_keys=True, dec_hook=_unpack_model)
+            return msgspec.convert([data], self._holder, strict=True, str_keys=True, dec_hook=_unpack_model).value
         except msgspec.ValidationError as exc:
             raise _misfit_of(exc) from exc
         except Exception as exc:  # raised by a user's class
@@ -326,9 +330,14 @@ def _unpack_model(cls: Any, data: Any) -> Any:
     return cls.model_validate_json(pack_data(data))
 
 
+_SIMPLE = {str, int, float, bool, type(None), Decimal, UUID, date, timedelta, bytes}
+
+
 def _compare(value: Any, back: Any) -> None:
     """Raises Misfit where the value that comes back differs in value or type."""
-    kind = type(value)
+    kind: Any = type(value)
+    if kind in _SIMPLE and kind is type(back) and value == back:
+        return
     if kind is not type(back):
         if kind is int and type(back) is float and value == back:
             return
@@ -363,6 +372,7 @@ def _compare_at(step: str, value: Any, back: Any) -> None:
         raise misfit.at(step) from None
 
 
+@lru_cache(1000)
 def _field_names(cls: Any) -> list[str] | None:
     if is_dataclass(cls):
         return [field.name for field in dataclass_fields(cls)]

@@ -5,7 +5,7 @@ Each function checks the exact type of a value, so that nothing comes back as an
 
 import re
 from collections.abc import Callable
-from datetime import datetime, time, timedelta
+from datetime import UTC, datetime, time, timedelta
 from decimal import Decimal
 from math import isfinite
 from typing import Any
@@ -99,7 +99,7 @@ def time_packer(cls: type[datetime | time]) -> Pack:
     def pack(value: Any) -> str:
         if type(value) is not cls:
             raise unexpected(value, cls.__name__)
-        if value.tzinfo is not None:
+        if value.tzinfo is not None and value.tzinfo is not UTC:
             offset = value.utcoffset()
             if offset is None:
                 raise Misfit(f"{value} has a time zone without a fixed offset; use datetime")

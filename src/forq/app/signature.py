@@ -106,7 +106,7 @@ class Signature:
                 converter = self._converters.get(name)
                 if converter is None:
                     more[name] = value
-                elif type(value) is converter.native:
+                elif type(value) in converter.native:
                     arguments[name] = value
                 else:
                     arguments[name] = converter.unpack(value)
