@@ -7,7 +7,7 @@ out (names that begin with an underscore).
 
 import re
 from binascii import b2a_base64
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import InitVar, is_dataclass
 from dataclasses import fields as dataclass_fields
 from datetime import date, datetime, time, timedelta
@@ -335,7 +335,7 @@ _SIMPLE = {str, int, float, bool, type(None), Decimal, UUID, date, timedelta, by
 
 def _compare(value: Any, back: Any) -> None:
     """Raises Misfit where the value that comes back differs in value or type."""
-    kind: Any = type(value)
+    kind = type(value)
     if kind in _SIMPLE and kind is type(back) and value == back:
         return
     if kind is not type(back):
@@ -372,8 +372,7 @@ def _compare_at(step: str, value: Any, back: Any) -> None:
         raise misfit.at(step) from None
 
 
-@lru_cache(1000)
-def _field_names(cls: Any) -> list[str] | None:
+def _read_field_names(cls: Any) -> list[str] | None:
     if is_dataclass(cls):
         return [field.name for field in dataclass_fields(cls)]
     if is_model(cls):
@@ -381,6 +380,9 @@ def _field_names(cls: Any) -> list[str] | None:
     if hasattr(cls, "__attrs_attrs__"):
         return [field.name for field in cls.__attrs_attrs__]
     return list(cls._fields) if issubclass(cls, tuple) and hasattr(cls, "_fields") else None
+
+
+_field_names: Callable[[Any], list[str] | None] = lru_cache(1000)(_read_field_names)
 
 
 def _misfit_of(exc: msgspec.ValidationError) -> Misfit:
