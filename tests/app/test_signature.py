@@ -9,7 +9,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, Unpack
+from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, Unpack
 
 import pytest
 
@@ -221,9 +221,9 @@ def test_the_text_is_the_signature_as_written(function: Any, text: str) -> None:
 def test_the_text_shows_resolved_annotations_without_their_modules() -> None:
     def named(at: Any, many: Any) -> None: ...
 
-    named.__annotations__ = {"at": datetime | None, "many": dict[str, list[Receipt]], "return": Receipt}
+    named.__annotations__ = {"at": datetime | None, "many": dict[Literal["a.b"], list[Receipt]], "return": Receipt}
     named.__qualname__ = "named"
-    assert signature(named).text == "named(at: datetime | None, many: dict[str, list[Receipt]]) -> Receipt"
+    assert signature(named).text == "named(at: datetime | None, many: dict[Literal['a.b'], list[Receipt]]) -> Receipt"
 
 
 def test_annotations_may_name_classes_that_are_defined_later() -> None:

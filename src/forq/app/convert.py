@@ -48,6 +48,8 @@ from forq.broker.record import pack_data
 from forq.errors import InvalidTask
 from forq.values import shown
 
+# Prefixes such as "typing.", outside the strings of a Literal.
+_MODULES = re.compile(r"('[^']*'|\"[^\"]*\")|(?:\b[A-Za-z_]\w*\.|<locals>\.)+(?=[A-Za-z_])")
 _MSGSPEC_PLACE = re.compile(r"(.*) - at `(key` in `)?\$\[0\](.*)`\Z", re.DOTALL)
 _MSGSPEC_TEXT = re.compile(r"(Expected|Invalid|Object|Missing|Unable) ")
 
@@ -146,7 +148,9 @@ def _refusal(annotation: Any, exc: Exception) -> str:
     shown_annotation = show_annotation(annotation)
     reason = str(exc).partition(" - type `")[0]
     if "custom type" in reason:
-        return f"{shown_annotation} is refused: only None may stand beside a pydantic model or another class in a union"
+        return (
+            f"{shown_annotation} is refused: only None may stand beside a pydantic model or a foreign class in a union"
+        )
     if reason.startswith("Type unions may not contain more than one "):
         kinds = reason.removeprefix("Type unions may not contain more than one ").partition(" ")[0]
         kind = {"str-like": "a string", "int-like": "a number", "array-like": "an array"}.get(kinds, "an object")
@@ -168,7 +172,7 @@ def show_annotation(annotation: Any) -> str:
         return annotation
     if isinstance(annotation, type) and not get_args(annotation):
         return "None" if annotation is type(None) else annotation.__name__
-    return re.sub(r"\b(?:[A-Za-z_]\w*\.|<locals>\.)+(?=[A-Za-z_])", "", str(annotation))
+    return _MODULES.sub(lambda found: found[1] or "", str(annotation))
 
 
 class _Compiler:
@@ -255,9 +259,9 @@ class _Compiler:
         for each in sorted(types, key=lambda each: not isinstance(each, info.LiteralType)):
             pack = self.pack(each, place)
             by_type |= dict.fromkeys(_types_of(each), pack)
+        expected = " or ".join(type_name(cls) for cls in by_type)
         if float in by_type:
             by_type.setdefault(int, by_type[float])
-        expected = " or ".join(type_name(cls) for cls in by_type)
 
         def union(value: Any) -> Any:
             pack = by_type.get(type(value))
