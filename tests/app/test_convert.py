@@ -500,7 +500,7 @@ def test_a_pydantic_model_that_hides_its_values_is_refused() -> None:
 
 
 def test_a_pydantic_model_that_reads_other_names_than_it_writes_is_refused() -> None:
-    assert refused(OneWay, OneWay.model_validate({"in": 1})).startswith("value: 1 validation error for OneWay")
+    assert refused(OneWay, OneWay.model_validate({"in": 1})) == "value: in: Field required"
 
 
 def test_a_pydantic_model_with_a_value_of_the_wrong_type_is_refused() -> None:
@@ -536,6 +536,8 @@ def test_a_pydantic_model_with_a_value_of_the_wrong_type_is_refused() -> None:
         (Box[Path], "value.content: Path cannot be"),
         (Fractional, "value: Fractional is refused: enums must contain either all str or all int values"),
         (Literal[b"x"], "value: Literal[b'x'] is refused: literal may only contain"),
+        (Literal[Color.RED], "value: Literal[<RED: 'red'>] is refused: literal may only contain"),
+        (tuple[int, *tuple[str, ...]], "value[...]: *tuple[str, ...] is refused"),
         (typing.NoReturn, "value: NoReturn is refused"),
         (dict[tuple[int, int], int], "value: its keys cannot be converted to JSON and back; use str, int, UUID"),
         (dict[int | str, int], "value: its keys cannot be"),
@@ -598,7 +600,7 @@ def test_attrs_fields_without_annotation_are_refused() -> None:
         (dict[str, list[int]], {"x": ["1"]}, "value[...][0]: expected int, got str"),
         (datetime, "yesterday", "value: invalid RFC3339 encoded datetime"),
         (Color, "green", "value: invalid enum value 'green'"),
-        (list[User], [{"userId": "x"}], "value[0]: 1 validation error for User"),
+        (list[User], [{"userId": "x"}], "value[0]: userId: Input should be a valid integer"),
     ],
 )
 def test_stored_data_that_does_not_fit_is_refused_with_its_place(annotation: Any, data: Any, text: str) -> None:

@@ -13,7 +13,7 @@ from dataclasses import fields as dataclass_fields
 from datetime import date, datetime, time, timedelta
 from decimal import Decimal
 from functools import lru_cache
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 from uuid import UUID
 
 import msgspec
@@ -65,6 +65,12 @@ _INSTEAD = {
     "PurePath": "use str",
     "Iterable": "use list",
     "Iterator": "use list",
+    "deque": "use list",
+    "defaultdict": "use dict",
+    "OrderedDict": "use dict",
+    "Counter": "use dict",
+    "Callable": "pass its name",
+    "type": "pass its name",
     "bytearray": "use bytes",
     "memoryview": "use bytes",
 }
@@ -80,12 +86,10 @@ class Converter:
     def __init__(self, annotation: Any, place: str) -> None:
         self.annotation = annotation
         compiler = _Compiler()
-        described = _describe(annotation, place)
+        described, self._holder = _describe(annotation, place)
         self._pack = compiler.pack(described, place)
         members = described.types if isinstance(described, info.UnionType) else (described,)
         self.native = {_NATIVE[type(each)] for each in members if each in _UNCONSTRAINED and type(each) in _NATIVE}
-        # msgspec keeps what it knows of a class, but would read other annotations again at each call.
-        self._holder: Any = msgspec.defstruct("Holder", [("value", annotation)], array_like=True)
         self.pack: Pack = self._pack_and_compare if compiler.needs_comparison else self._pack
 
     def unpack(self, data: Any) -> Any:
@@ -106,13 +110,21 @@ class Converter:
         return data
 
 
-def _describe(annotation: Any, place: str) -> info.Type:
+def _describe(annotation: Any, place: str) -> tuple[info.Type, Any]:
+    """msgspec's description, and a class with one field of that annotation."""
     try:
-        return info.type_info(annotation)
+        return _read(annotation)
     except Exception as exc:
         found = _narrow(annotation, place, exc, [annotation])
         place, part, cause = found or (place, annotation, exc)
         raise InvalidTask(f"{place}: {_refusal(part, cause)}") from exc
+
+
+def _read(annotation: Any) -> tuple[info.Type, Any]:
+    # msgspec keeps what it knows of a class, but would read other annotations again at each conversion.
+    holder = msgspec.defstruct("Holder", [("value", annotation)], array_like=True)
+    msgspec.json.Decoder(holder)
+    return info.type_info(annotation), holder
 
 
 def _narrow(annotation: Any, place: str, exc: Exception, seen: list[Any]) -> tuple[str, Any, Exception] | None:
@@ -120,7 +132,7 @@ def _narrow(annotation: Any, place: str, exc: Exception, seen: list[Any]) -> tup
     innermost = True
     for step, part in _parts(annotation):
         try:
-            info.type_info(part)
+            _read(part)
         except Exception as inner:
             innermost = False
             if part not in seen:
@@ -132,6 +144,8 @@ def _narrow(annotation: Any, place: str, exc: Exception, seen: list[Any]) -> tup
 
 def _parts(annotation: Any) -> Iterator[tuple[str, Any]]:
     cls = get_origin(annotation) or annotation
+    if cls is Literal:
+        return
     if isinstance(cls, type) and hasattr(cls, "__annotations__"):
         try:
             hints = get_type_hints(cls, include_extras=True)
@@ -141,12 +155,12 @@ def _parts(annotation: Any) -> Iterator[tuple[str, Any]]:
     elif isinstance(cls, type) and issubclass(cls, list | dict | tuple | set | frozenset):
         yield from (("[...]", part) for part in get_args(annotation) if part is not Ellipsis)
     else:
-        yield from (("", part) for part in get_args(annotation) if not isinstance(part, str | int | bytes | None))
+        yield from (("", part) for part in get_args(annotation))
 
 
 def _refusal(annotation: Any, exc: Exception) -> str:
     shown_annotation = show_annotation(annotation)
-    reason = str(exc).partition(" - type `")[0]
+    reason = str(exc).partition(" - ")[0]
     if "custom type" in reason:
         return (
             f"{shown_annotation} is refused: only None may stand beside a pydantic model or a foreign class in a union"
@@ -331,7 +345,13 @@ _UNCONSTRAINED = [leaf() for leaf in _LEAVES]
 
 def _unpack_model(cls: Any, data: Any) -> Any:
     """Validates JSON text, since strict models take dates, sets and bytes only from there."""
-    return cls.model_validate_json(pack_data(data))
+    try:
+        return cls.model_validate_json(pack_data(data))
+    except ValueError as exc:
+        # pydantic's own text has several lines and shows values.
+        errors = exc.errors() if hasattr(exc, "errors") else []
+        texts = ["".join(f"{step}: " for step in each["loc"]) + each["msg"] for each in errors]
+        raise ValueError("; ".join(texts) or str(exc)) from exc
 
 
 _SIMPLE = {str, int, float, bool, type(None), Decimal, UUID, date, timedelta, bytes}
