@@ -9,8 +9,9 @@ import subprocess
 import sys
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, TypedDict, Unpack
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypedDict, Unpack
 
+import msgspec
 import pytest
 
 from forq.app.signature import Signature
@@ -198,6 +199,16 @@ def test_values_that_contain_themselves_are_refused() -> None:
         signature(walk).pack((Node([]), endless), {})
     with pytest.raises(DoesNotFit, match="result: nested too deeply, or contains itself"):
         signature(walk).pack_result(node)
+
+
+def limited(count: Annotated[int, msgspec.Meta(le=10)]) -> None: ...
+
+
+def test_limits_in_annotations_hold_for_both_sides() -> None:
+    with pytest.raises(DoesNotFit, match="argument count: expected int <= 10"):
+        signature(limited).pack((11,), {})
+    with pytest.raises(ArgumentsDoNotFit, match="argument count: expected int <= 10"):
+        signature(limited).unpack({"count": 11})
 
 
 def test_required_parameters_are_those_without_default() -> None:

@@ -160,7 +160,7 @@ def _parts(annotation: Any) -> Iterator[tuple[str, Any]]:
 
 def _refusal(annotation: Any, exc: Exception) -> str:
     shown_annotation = show_annotation(annotation)
-    reason = str(exc).partition(" - ")[0]
+    reason = re.split(r" - (?:type|constraints)|\. If ", str(exc))[0]
     if "custom type" in reason:
         return (
             f"{shown_annotation} is refused: only None may stand beside a pydantic model or a foreign class in a union"
