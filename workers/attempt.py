@@ -20,7 +20,7 @@ import forq
 from forq.broker.enqueue import MAX_SECONDS
 from forq.broker.record import pack_data, unpack
 from forq.errors import ForqError, InvalidData
-from forq.job import Job, Reporter
+from forq.job import Job, Reporter, TaskResult
 from forq.output.writer import CURRENT_JOB
 from forq.procs.scoreboard import POSITION, Slot
 from forq.workers.exec_handlers import MAX_NAME, ProgramFailed
@@ -209,6 +209,8 @@ _DeadlinePassed.__module__, _DeadlinePassed.__qualname__ = "builtins", "TimeoutE
 def encode_result(value: Any, max_bytes: int) -> bytes:
     """JSON in one line; or NO_RESULT and the reason why the result is dropped."""
     try:
+        if type(value) is TaskResult:
+            value = value.pack(value.value)
         packed = pack_data(value, "the handler's result")
     except BaseException as exc:  # encoding may call user code, which may raise anything; the job is done
         return _no_result(_reason(exc))

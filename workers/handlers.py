@@ -29,9 +29,12 @@ class Handlers:
 
     def __init__(self, by_type: Mapping[str | None, Handler]) -> None:
         self._by_type = by_type
+        default = by_type.get(None)
+        # A forq.App finds the task of a type itself.
+        self._other_types = default if getattr(type(default), "runs_all_types", False) is True else None
 
     def for_type(self, job_type: str | None) -> Handler:
-        handler = self._by_type.get(job_type)
+        handler = self._by_type.get(job_type, self._other_types)
         if handler is None:
             known = ", ".join(sorted(name for name in self._by_type if name)) or "none"
             wanted = f"jobs of type {job_type!r}" if job_type else "jobs without a type"

@@ -7,20 +7,36 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+    from forq.app.app import App
+    from forq.app.tasks import JobRef
     from forq.client import Client, Queue
     from forq.errors import ForqError, Permanent, RetryAt
-    from forq.job import Job
+    from forq.job import Job, current_job
 
 _MODULES = {
+    "App": "forq.app.app",
     "Client": "forq.client",
     "Queue": "forq.client",
     "ForqError": "forq.errors",
     "Permanent": "forq.errors",
     "RetryAt": "forq.errors",
     "Job": "forq.job",
+    "JobRef": "forq.app.tasks",
+    "current_job": "forq.job",
 }
 
-__all__ = ["Client", "ForqError", "Job", "Permanent", "Queue", "RetryAt", "__version__"]
+__all__ = [
+    "App",
+    "Client",
+    "ForqError",
+    "Job",
+    "JobRef",
+    "Permanent",
+    "Queue",
+    "RetryAt",
+    "__version__",
+    "current_job",
+]
 
 
 def __getattr__(name: str) -> "Any":

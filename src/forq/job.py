@@ -4,8 +4,10 @@ import os
 import random
 import sys
 import time
+from collections.abc import Callable
+from contextvars import ContextVar
 from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from forq.values import check_progress
 
@@ -38,6 +40,27 @@ def can_trace(setting: str) -> bool:
         return find_spec(_PACKAGES[FILE if setting.startswith(FILE) else setting]) is not None
     except ModuleNotFoundError:
         return False
+
+
+# The job that runs in this context.
+RUNNING: "ContextVar[Job]" = ContextVar("forq_job")
+
+
+def current_job() -> "Job":
+    """The job of the task that runs here; LookupError outside a task. Works in coroutines, and in threads that copy the
+    context (asyncio.to_thread)."""
+    try:
+        return RUNNING.get()
+    except LookupError:
+        raise LookupError("no task of a forq.App runs here, so there is no current job") from None
+
+
+class TaskResult(NamedTuple):
+    """What a task returned, and the function that packs it. Packed only if the queue keeps results; a result that
+    cannot be packed does not fail the job."""
+
+    value: Any
+    pack: Callable[[Any], Any]
 
 
 class Reporter(Protocol):

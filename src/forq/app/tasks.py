@@ -1,0 +1,200 @@
+"""Tasks as producers see them: calls with the types of a function become jobs, and refer to their results.
+
+1. `Sender.enqueue` has the signature of the task's function and returns a JobRef of its result.
+2. `Task.using` gives options of one job; they never mix with the function's arguments.
+3. `Task.run_job` is the way back: in a worker it calls the function with the stored arguments.
+"""
+
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, cast
+
+from forq.broker.enqueue import NewJob, Update, new_job
+from forq.errors import UnknownJob, UsageError
+from forq.job import RUNNING, Job, TaskResult
+from forq.settings import suggestion
+from forq.values import shown
+
+if TYPE_CHECKING:
+    from forq.app.app import App
+    from forq.app.signature import Signature
+
+P = ParamSpec("P")
+T = TypeVar("T", covariant=True)
+
+
+class JobOptions(TypedDict, total=False):
+    """Options of one job, for `Task.using`."""
+
+    queue: str
+    id: str
+    identifier: str
+    priority: int
+    run_at: datetime | float
+    run_in: timedelta | float
+    token: str
+    if_exists: Literal["update", "skip", "refuse"]
+    durable: Literal["replica"]
+
+
+# Those that `new_job` takes.
+_JOB_FIELDS = ("id", "identifier", "priority", "run_at", "run_in", "token")
+
+
+class JobRef(Generic[T]):
+    """A job of a task, by its id."""
+
+    __slots__ = ("_task", "id", "queue")
+
+    def __init__(self, task: "Task[..., T]", queue: str, id: str) -> None:
+        self._task = task
+        self.queue = queue
+        self.id = id
+
+    def state(self) -> str:
+        """The job's state: waiting, scheduled, active, blocked, done, dead; gone if nothing is known about it."""
+        try:
+            state: str = self._task.app.client.queue(self.queue).job(self.id)["state"]
+        except UnknownJob:
+            return "gone"
+        return state
+
+    def cancel(self) -> bool:
+        """Removes the job if it has not started; False if it has."""
+        return self._task.app.client.queue(self.queue).cancel(self.id)
+
+    def result(self, timeout: float | timedelta | None = None) -> T:
+        """Waits until the job is done and returns its result, with the type that the task declares.
+
+        JobDead if it failed for good, WaitTimeout after `timeout` seconds, UsageError if the queue keeps no results.
+        """
+        stored = self._task.app.client.queue(self.queue).wait(self.id, timeout)
+        return cast(T, self._task.signature.unpack_result(stored))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, JobRef) and (self.queue, self.id) == (other.queue, other.id)
+
+    def __hash__(self) -> int:
+        return hash((self.queue, self.id))
+
+    def __repr__(self) -> str:
+        return f"JobRef({self._task.name!r}, queue={self.queue!r}, id={self.id!r})"
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared(Generic[T]):
+    """A job that was checked but not sent yet, for `App.enqueue_many`."""
+
+    task: "Task[..., T]"
+    queue: str
+    job: NewJob
+    update: Update
+    durable: str | None
+
+    def ref(self, id: str) -> JobRef[T]:
+        return JobRef(self.task, self.queue, id)
+
+
+class Sender(Generic[P, T]):
+    """Enqueues a task with some options."""
+
+    def __init__(self, task: "Task[P, T] | None", options: JobOptions) -> None:
+        self._task = cast("Task[P, T]", self if task is None else task)
+        self._options = options
+
+    def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> JobRef[T]:
+        """Stores a job that will call the function with these arguments; when it returns, the job is in Redis.
+
+        Arguments that do not fit the function's signature or annotations raise a TypeError here.
+        """
+        prepared = self.prepare(*args, **kwargs)
+        (id,) = self._task.app.client.queue(prepared.queue).enqueue_jobs(
+            [prepared.job], if_exists=prepared.update.if_exists, durable=prepared.durable
+        )
+        return prepared.ref(id)
+
+    def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Prepared[T]:
+        """Checks the arguments and packs the job, for `App.enqueue_many`."""
+        task, options = self._task, self._options
+        data = task.signature.pack(args, kwargs)
+        fields: dict[str, Any] = {name: options[name] for name in _JOB_FIELDS if name in options}  # type: ignore[literal-required]
+        job = new_job(data, type=task.name, **fields)
+        update = Update(options.get("if_exists", "update"))
+        return Prepared(task, options.get("queue", task.queue), job, update, options.get("durable"))
+
+
+class Task(Sender[P, T]):
+    """A registered function. `enqueue` runs it in a worker; a plain call runs it here."""
+
+    def __init__(
+        self,
+        app: "App",
+        function: Callable[..., Any],
+        name: str,
+        queue: str,
+        dead_on: tuple[type[BaseException], ...],
+        signature: "Signature",
+    ) -> None:
+        super().__init__(None, {})
+        self.app = app
+        self.function = function
+        self.name = name
+        self.queue = queue
+        self.dead_on = dead_on
+        self.signature = signature
+        self.__wrapped__, self.__doc__, self.__module__ = function, function.__doc__, function.__module__
+        self.__name__, self.__qualname__ = function.__name__, function.__qualname__
+
+    def using(self, **options: Unpack[JobOptions]) -> Sender[P, T]:
+        """The task with options for its next jobs: when to run, id, priority, queue …"""
+        unknown = [name for name in options if name not in JobOptions.__annotations__]
+        if unknown:
+            known = JobOptions.__annotations__
+            raise UsageError(f"using() has no option {shown(unknown[0])}{suggestion(unknown[0], known)}")
+        return Sender(self, options)
+
+    def ref(self, id: str, queue: str | None = None) -> JobRef[T]:
+        """The job of this task with this id; `queue`: if it is not the task's own."""
+        return JobRef(self, queue or self.queue, id)
+
+    def run_job(self, data: Any, job: Job) -> Any:
+        """In a worker: calls the function with the stored arguments. Returns a TaskResult."""
+        args, kwargs = self.signature.unpack(data)
+        before = RUNNING.set(job)
+        try:
+            return TaskResult(self.function(*args, **kwargs), self.signature.pack_result)
+        except self.dead_on as exc:
+            _make_permanent(exc)
+            raise
+        finally:
+            RUNNING.reset(before)
+
+    def __repr__(self) -> str:
+        return f"<task {self.name!r} of app {self.app.name!r}>"
+
+
+class SyncTask(Task[P, T]):
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> T:
+        """Runs the function here and now."""
+        return cast(T, self.function(*args, **kwargs))
+
+
+class AsyncTask(Task[P, T]):
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, T]:
+        """Runs the function here and now."""
+        return cast("Coroutine[Any, Any, T]", self.function(*args, **kwargs))
+
+    async def run_job(self, data: Any, job: Job) -> Any:
+        args, kwargs = self.signature.unpack(data)
+        RUNNING.set(job)
+        try:
+            return TaskResult(await self.function(*args, **kwargs), self.signature.pack_result)
+        except self.dead_on as exc:
+            _make_permanent(exc)
+            raise
+
+
+def _make_permanent(exc: BaseException) -> None:
+    """The worker reads the attribute. The exception keeps its name and traceback."""
+    exc.kind = "permanent"  # type: ignore[attr-defined]

@@ -1,0 +1,52 @@
+"""Apps with a real supervisor: tasks run with their types, and clients get typed results."""
+
+import sys
+from collections.abc import Iterator
+from decimal import Decimal
+
+import pytest
+
+from forq.errors import JobDead
+from tests.support.drive.supervisor import HANDLERS, Forq, running
+
+sys.path.append(str(HANDLERS))
+import shop
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def forq() -> Iterator[Forq]:
+    with running() as forq:
+        options = ("--set=keep_done=1h", "--set=max_retries=2", "--set=min_backoff=10ms", "--set=concurrency=2")
+        forq.ctl("create", "shop", "--handler", "shop:app", "--path", str(HANDLERS), *options)
+        shop.app._client = forq.client()
+        yield forq
+
+
+def test_results_have_the_declared_types(forq: Forq) -> None:
+    refs = [shop.bill.enqueue("a", [Decimal("1.10"), Decimal("2")]), shop.bill.enqueue("again", [Decimal("0.5")])]
+    assert [ref.result(timeout=30) for ref in refs] == [
+        shop.Receipt("a", Decimal("3.10"), 1),
+        shop.Receipt("again", Decimal("0.5"), 2),
+    ]
+    assert shop.greet.enqueue("you").result(timeout=30) == "hello you, this is greet"
+
+
+def test_many_jobs_of_several_tasks(forq: Forq) -> None:
+    refs = shop.app.enqueue_many([*(shop.greet.prepare(str(n)) for n in range(50)), *[shop.find.prepare("a")] * 2])
+    assert {ref.result(timeout=30) for ref in refs} == {f"hello {n}, this is greet" for n in range(50)} | {"b"}
+
+
+def test_an_exception_of_dead_on_is_not_retried(forq: Forq) -> None:
+    ref = shop.find.enqueue("missing")
+    with pytest.raises(JobDead, match="KeyError"):
+        ref.result(timeout=30)
+    assert ref.state() == "dead"
+    assert forq.client().queue("shop").job(ref.id)["retry_count"] == 0
+
+
+def test_an_unknown_task_is_dead_with_the_known_ones_in_its_error(forq: Forq) -> None:
+    job_id = forq.client().queue("shop").enqueue({}, type="nothing")
+    with pytest.raises(JobDead, match="no task 'nothing'; it has: bill, find, greet"):
+        forq.client().queue("shop").wait(job_id, 30)
