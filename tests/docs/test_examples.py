@@ -4,6 +4,7 @@ import json
 import re
 import socket
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ def examples(page: str) -> list[Block]:
 
 
 HANDLER, ASYNC_HANDLER = examples("docs/guide/handlers.md")
+TASKS, ENQUEUEING = examples("docs/guide/apps.md")
 (FAIL_HANDLER,) = examples("docs/guide/retries-and-failures.md")
 (PRODUCING,) = examples("docs/guide/producing.md")
 (RESULTS,) = examples("docs/guide/results.md")
@@ -35,8 +37,8 @@ HANDLER, ASYNC_HANDLER = examples("docs/guide/handlers.md")
 (SCHEDULES,) = examples("docs/guide/schedules.md")
 (RELEASES,) = examples("docs/guide/releases.md")
 CLIENT, DEAD_JOBS, DRAIN, BULK = examples("docs/reference/python.md")
-HANDLER_BLOCKS = (HANDLER, ASYNC_HANDLER, FAIL_HANDLER)
-RUN_BLOCKS = (PRODUCING, RESULTS, DURABLE, SCHEDULES, RELEASES, CLIENT, DEAD_JOBS, DRAIN, BULK)
+HANDLER_BLOCKS = (HANDLER, ASYNC_HANDLER, FAIL_HANDLER, TASKS)
+RUN_BLOCKS = (ENQUEUEING, PRODUCING, RESULTS, DURABLE, SCHEDULES, RELEASES, CLIENT, DEAD_JOBS, DRAIN, BULK)
 # Needs Spark.
 NOT_RUN = examples("docs/guide/pipeline.md")
 
@@ -85,6 +87,11 @@ handler = "examples:thumbnail"
 path = ["{path}"]
 keep_done = "1h"
 
+[queues.shop]
+handler = "shop_tasks:app"
+path = ["{path}"]
+keep_done = "1h"
+
 [queues.emails]
 handler = "examples:handle"
 path = ["{path}"]
@@ -103,10 +110,16 @@ mode = "on_request"
 
 
 @pytest.fixture(scope="module")
-def forq(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Forq]:
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("handlers")
     (path / "examples.py").write_text("\n\n".join(HANDLERS))
+    (path / "shop_tasks.py").write_text(TASKS.text)
     (path / "aiohttp.py").write_text(AIOHTTP)
+    return path
+
+
+@pytest.fixture(scope="module")
+def forq(path: Path) -> Iterator[Forq]:
     with running(settings=SETTINGS.format(path=path, hello=ROOT / "etc/examples")) as forq:
         wait_until(lambda: all(each["state"] == "running" for each in forq.status()["queues"]), what="queues run")
         yield forq
@@ -132,6 +145,15 @@ def test_the_handlers_of_the_guide_run(forq: Forq, queue: Callable[[str], Queue]
     wait_until(lambda: "bad failed: Permanent: no recipient" in forq.ctl("logs", "mails"), what="fail handler")
     pages = queue("pages")
     assert pages.wait(pages.enqueue({"url": "http://example.org"}), timeout=30) == 200
+
+
+def test_the_tasks_of_the_guide_run(
+    environment: None, path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(path)
+    execute(ENQUEUEING)
+    printed = [line.partition("# ")[2] for line in ENQUEUEING.text.splitlines() if line.startswith("print")]
+    assert capsys.readouterr().out.splitlines() == printed
 
 
 def test_the_examples_for_producers_run(environment: None, queue: Callable[[str], Queue]) -> None:
