@@ -1,6 +1,5 @@
 """Apps with a real supervisor: tasks run with their types, and clients get typed results."""
 
-import sys
 from collections.abc import Iterator
 from decimal import Decimal
 
@@ -8,9 +7,7 @@ import pytest
 
 from forq.errors import JobDead
 from tests.support.drive.supervisor import HANDLERS, Forq, running
-
-sys.path.append(str(HANDLERS))
-import shop
+from tests.support.handlers import shop
 
 pytestmark = pytest.mark.timeout(120)
 
