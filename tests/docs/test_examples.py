@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from forq import Queue
+from forq import Job, Queue
 from forq.errors import NoReplica
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 from tests.support.drive.supervisor import Forq, running
@@ -29,7 +29,7 @@ def examples(page: str) -> list[Block]:
 
 
 HANDLER, ASYNC_HANDLER = examples("docs/guide/handlers.md")
-TASKS, ENQUEUEING = examples("docs/guide/apps.md")
+TASKS, ENQUEUEING, HOOK = examples("docs/guide/apps.md")
 (FAIL_HANDLER,) = examples("docs/guide/retries-and-failures.md")
 (PRODUCING,) = examples("docs/guide/producing.md")
 (RESULTS,) = examples("docs/guide/results.md")
@@ -37,7 +37,7 @@ TASKS, ENQUEUEING = examples("docs/guide/apps.md")
 (SCHEDULES,) = examples("docs/guide/schedules.md")
 (RELEASES,) = examples("docs/guide/releases.md")
 CLIENT, DEAD_JOBS, DRAIN, BULK = examples("docs/reference/python.md")
-HANDLER_BLOCKS = (HANDLER, ASYNC_HANDLER, FAIL_HANDLER, TASKS)
+HANDLER_BLOCKS = (HANDLER, ASYNC_HANDLER, FAIL_HANDLER, TASKS, HOOK)
 RUN_BLOCKS = (ENQUEUEING, PRODUCING, RESULTS, DURABLE, SCHEDULES, RELEASES, CLIENT, DEAD_JOBS, DRAIN, BULK)
 # Needs Spark.
 NOT_RUN = examples("docs/guide/pipeline.md")
@@ -154,6 +154,15 @@ def test_the_tasks_of_the_guide_run(
     execute(ENQUEUEING)
     printed = [line.partition("# ")[2] for line in ENQUEUEING.text.splitlines() if line.startswith("print")]
     assert capsys.readouterr().out.splitlines() == printed
+
+
+def test_the_hook_of_the_guide_runs_around_a_task(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.syspath_prepend(path)
+    app = execute(HOOK)["app"]
+    app({"to": "a", "prices": []}, Job("shop", "1", "1", "bill", 5, 0.0, 1))
+    assert re.fullmatch(r"bill took 0\.\d{3} s\n", capsys.readouterr().out)
 
 
 def test_the_examples_for_producers_run(environment: None, queue: Callable[[str], Queue]) -> None:

@@ -3,9 +3,11 @@
 import inspect
 import threading
 from collections.abc import Callable, Coroutine, Iterable
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial
 from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
+from forq.app.hooks import Hooks
 from forq.app.signature import Signature
 from forq.app.tasks import AsyncTask, JobRef, Prepared, SyncTask, Task
 from forq.client import Client
@@ -15,6 +17,7 @@ from forq.values import check_queue_name, check_type, shown
 
 P = ParamSpec("P")
 R = TypeVar("R")
+H = TypeVar("H", bound=Callable[[Job], Any])
 
 
 class Decorator(Protocol):
@@ -44,6 +47,7 @@ class App:
         self._by_type: dict[str, Task[..., Any]] = {}
         self._url = url
         self._prefix = prefix
+        self._hooks = Hooks(self.name)
         self._client: Client | None = None
         self._lock = threading.Lock()
 
@@ -104,6 +108,27 @@ class App:
                 refs[number] = prepared[number].ref(id)
         return [ref for ref in refs if ref is not None]
 
+    def around(self, hook: H) -> H:
+        """Registers a hook that runs around every job: a generator function, or an async one, that yields once.
+
+            @app.around
+            def transaction(job):
+                with database.transaction():
+                    yield
+
+        It sees an exception of the task at its `yield`. If it swallows it, the job fails nevertheless. Hooks are
+        entered in the order of their registration. An async hook needs an app whose tasks are all async.
+        """
+        self._hooks.add(hook, [task.name for task in self.tasks.values() if not isinstance(task, AsyncTask)])
+        return hook
+
+    def hooks_around(self, job: Job) -> AbstractContextManager[object]:
+        """The hooks of a job of a task that is not async."""
+        return self._hooks.sync(job)
+
+    def async_hooks_around(self, job: Job) -> AbstractAsyncContextManager[object]:
+        return self._hooks.asynchronous(job)
+
     def __call__(self, data: Any, job: Job) -> Any:
         """Runs a job in a worker."""
         task = self._by_type.get(job.type or "")
@@ -124,6 +149,8 @@ class App:
         names = [check_type(each) for each in (name or function.__name__, *aliases)]
         kind: type[Task[..., Any]] = AsyncTask if inspect.iscoroutinefunction(function) else SyncTask
         task = kind(self, function, names[0], check_queue_name(queue), dead_on, signature)
+        if kind is SyncTask:
+            self._hooks.check_sync_task(task.name)
         for each in names:
             if each in self._by_type:
                 places = f"{_place(self._by_type[each].function)} and {_place(function)}"

@@ -163,7 +163,9 @@ class Task(Sender[P, T]):
         args, kwargs = self.signature.unpack(data)
         before = RUNNING.set(job)
         try:
-            return TaskResult(self.function(*args, **kwargs), self.signature.pack_result)
+            with self.app.hooks_around(job):
+                result = self.function(*args, **kwargs)
+            return TaskResult(result, self.signature.pack_result)
         except self.dead_on as exc:
             _make_permanent(exc)
             raise
@@ -189,7 +191,9 @@ class AsyncTask(Task[P, T]):
         args, kwargs = self.signature.unpack(data)
         RUNNING.set(job)
         try:
-            return TaskResult(await self.function(*args, **kwargs), self.signature.pack_result)
+            async with self.app.async_hooks_around(job):
+                result = await self.function(*args, **kwargs)
+            return TaskResult(result, self.signature.pack_result)
         except self.dead_on as exc:
             _make_permanent(exc)
             raise

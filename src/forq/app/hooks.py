@@ -1,0 +1,95 @@
+"""Hooks around the jobs of an app: generator functions that yield once, while the job runs."""
+
+import inspect
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    contextmanager,
+    nullcontext,
+)
+from typing import Any
+
+from forq.errors import InvalidTask
+from forq.job import Job
+
+_NONE: nullcontext[None] = nullcontext()
+
+
+class Hooks:
+    """The hooks of one app, in the order in which they are entered."""
+
+    def __init__(self, app_name: str) -> None:
+        self._app_name = app_name
+        self._entered: list[Callable[[Job], Any]] = []
+        self._first_async: str | None = None
+
+    def add(self, hook: Callable[[Job], Any], sync_tasks: list[str]) -> None:
+        is_async = inspect.isasyncgenfunction(hook)
+        name = getattr(hook, "__name__", repr(hook))
+        if not is_async and not inspect.isgeneratorfunction(hook):
+            raise InvalidTask(
+                f"app {self._app_name!r}: the hook {name} is not a generator function; write def {name}(job): … yield …"
+            )
+        try:
+            inspect.signature(hook).bind(None)
+        except TypeError as exc:
+            raise InvalidTask(f"app {self._app_name!r}: the hook {name} cannot be called with (job): {exc}") from exc
+        if is_async and sync_tasks:
+            raise self._mismatch(name, sync_tasks[0])
+        if is_async:
+            self._first_async = self._first_async or name
+        self._entered.append(asynccontextmanager(hook) if is_async else contextmanager(hook))
+
+    def check_sync_task(self, task_name: str) -> None:
+        """Refuses a task that is not async in an app with an async hook."""
+        if self._first_async is not None:
+            raise self._mismatch(self._first_async, task_name)
+
+    def _mismatch(self, hook_name: str, task_name: str) -> InvalidTask:
+        return InvalidTask(
+            f"app {self._app_name!r}: the async hook {hook_name} cannot run around task {task_name!r}, which is not "
+            "async; make the hook a plain generator, or the task async"
+        )
+
+    def sync(self, job: Job) -> AbstractContextManager[object]:
+        return self._around(job) if self._entered else _NONE
+
+    def asynchronous(self, job: Job) -> AbstractAsyncContextManager[object]:
+        return self._async_around(job) if self._entered else _NONE
+
+    @contextmanager
+    def _around(self, job: Job) -> Iterator[None]:
+        failure: BaseException | None = None
+        with ExitStack() as stack:
+            for hook in self._entered:
+                stack.enter_context(hook(job))
+            try:
+                yield
+            except BaseException as exc:
+                failure = exc
+                raise
+        # A hook has swallowed it.
+        if failure is not None:
+            raise failure
+
+    @asynccontextmanager
+    async def _async_around(self, job: Job) -> AsyncIterator[None]:
+        failure: BaseException | None = None
+        async with AsyncExitStack() as stack:
+            for hook in self._entered:
+                entered = hook(job)
+                if isinstance(entered, AbstractAsyncContextManager):
+                    await stack.enter_async_context(entered)
+                else:
+                    stack.enter_context(entered)
+            try:
+                yield
+            except BaseException as exc:
+                failure = exc
+                raise
+        if failure is not None:
+            raise failure
