@@ -12,7 +12,7 @@ import pytest
 import forq
 from forq.app.tasks import JobRef
 from forq.client import Client
-from forq.errors import InvalidTask, Permanent, UsageError
+from forq.errors import InvalidData, InvalidTask, Permanent, UsageError
 from forq.job import Job
 from tests.support.drive.one_queue import OneQueue, one_queue
 
@@ -152,6 +152,18 @@ def test_refs_show_the_state_and_cancel_the_job(queue: OneQueue) -> None:
     assert send.ref(ref.id) == ref
     assert ref.cancel()
     assert (ref.state(), ref.cancel()) == ("gone", False)
+
+
+def test_a_producer_without_the_code_enqueues_by_name(queue: OneQueue) -> None:
+    remote = app.task_ref("send")
+    ref = remote.using(id="42").enqueue(to="a@b.c", subject="yo")
+    assert stored(queue, ref)["data"] == {"to": "a@b.c", "subject": "yo"}
+    assert (stored(queue, ref)["type"], remote.ref("42")) == ("send", ref)
+    assert app.task_ref("send", queue="other").queue == "other"
+    with pytest.raises(TypeError, match="pass arguments by name"):
+        remote.enqueue("a@b.c")
+    with pytest.raises(InvalidData, match="Decimal"):
+        remote.enqueue(to=Decimal(1))
 
 
 def test_two_tasks_of_one_name_are_refused() -> None:

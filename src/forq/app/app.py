@@ -9,7 +9,7 @@ from typing import Any, ParamSpec, Protocol, TypeVar, overload
 
 from forq.app.hooks import Hooks
 from forq.app.signature import Signature
-from forq.app.tasks import AsyncTask, JobRef, Prepared, SyncTask, Task
+from forq.app.tasks import AsyncTask, JobRef, Prepared, RemoteTask, SyncTask, Task
 from forq.client import Client
 from forq.errors import InvalidTask, Permanent
 from forq.job import Job
@@ -92,6 +92,10 @@ class App:
         """
         register = partial(self._register, queue or self.name, name, tuple(aliases), dead_on)
         return register if function is None else register(function)
+
+    def task_ref(self, name: str, *, queue: str | None = None) -> Task[..., Any]:
+        """A task by its name, for producers without its code; `queue`: default: the app's name."""
+        return RemoteTask(self, check_type(name), check_queue_name(queue or self.name))
 
     def enqueue_many(self, jobs: Iterable[Prepared[R]]) -> list[JobRef[R]]:
         """Stores prepared jobs in bulk, in one call per queue; returns their refs in the same order."""

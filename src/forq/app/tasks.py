@@ -5,7 +5,7 @@
 3. `Task.run_job` is the way back: in a worker it calls the function with the stored arguments.
 """
 
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, cast
@@ -134,7 +134,7 @@ class Task(Sender[P, T]):
         name: str,
         queue: str,
         dead_on: tuple[type[BaseException], ...],
-        signature: "Signature",
+        signature: "Signature | _ByName",
     ) -> None:
         super().__init__(None, {})
         self.app = app
@@ -142,7 +142,7 @@ class Task(Sender[P, T]):
         self.name = name
         self.queue = queue
         self.dead_on = dead_on
-        self.signature = signature
+        self.signature = cast("Signature", signature)
         self.__wrapped__, self.__doc__, self.__module__ = function, function.__doc__, function.__module__
         self.__name__, self.__qualname__ = function.__name__, function.__qualname__
 
@@ -197,6 +197,33 @@ class AsyncTask(Task[P, T]):
         except self.dead_on as exc:
             _make_permanent(exc)
             raise
+
+
+class RemoteTask(Task[..., Any]):
+    """A task whose code is not installed here: only its name and its queue are known. Arguments are given by name, and
+    arguments and results are of JSON types."""
+
+    def __init__(self, app: "App", name: str, queue: str) -> None:
+        super().__init__(app, _not_here, name, queue, (), _ByName(name))
+
+
+def _not_here() -> None:
+    """The function of a RemoteTask."""
+
+
+class _ByName:
+    """Packs arguments without knowing the parameters."""
+
+    def __init__(self, task_name: str) -> None:
+        self._task_name = task_name
+
+    def pack(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        if args:
+            raise TypeError(f"the parameters of task {self._task_name!r} are unknown here: pass arguments by name")
+        return dict(kwargs)
+
+    def unpack_result(self, data: Any) -> Any:
+        return data
 
 
 def _make_permanent(exc: BaseException) -> None:
