@@ -9,12 +9,15 @@ if TYPE_CHECKING:
 
     from forq.app.app import App
     from forq.app.tasks import JobRef
+    from forq.async_client import AsyncClient, AsyncQueue
     from forq.client import Client, Queue
     from forq.errors import ForqError, Permanent, RetryAt
     from forq.job import Job, current_job
 
 _MODULES = {
     "App": "forq.app.app",
+    "AsyncClient": "forq.async_client",
+    "AsyncQueue": "forq.async_client",
     "Client": "forq.client",
     "Queue": "forq.client",
     "ForqError": "forq.errors",
@@ -27,6 +30,8 @@ _MODULES = {
 
 __all__ = [
     "App",
+    "AsyncClient",
+    "AsyncQueue",
     "Client",
     "ForqError",
     "Job",

@@ -1,10 +1,10 @@
 """The Python API for producers and operators. It needs Redis, but no supervisor.
 
 1. Client and Queue are the calls.
-2. _ResultWait implements Queue.wait, _ReleaseRequest the calls that take items from a queue of a release mode.
+2. _ReleaseRequest implements the calls that take items from a queue of a release mode.
 """
 
-import select
+import os
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sized
@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, Literal, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, overload
 
 from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
 from forq.broker.enqueue import (
@@ -25,40 +25,37 @@ from forq.broker.enqueue import (
     new_job,
     plain_jobs,
 )
-from forq.broker.inspect import Inspector, Page, State
+from forq.broker.inspect import Counts, Inspector, Page, State
 from forq.broker.keys import DEFAULT_PRIORITY
 from forq.broker.leases import Lease, LeaseReply, Leases
-from forq.broker.link import Link
-from forq.broker.pubsub import Subscription
+from forq.broker.link import CALL_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS, Link
 from forq.broker.registry import Registry
-from forq.broker.results import DoneJob, ResultWaiter, WaitTarget
+from forq.broker.results import ResultWaiter
 from forq.broker.schedules import Schedules
 from forq.errors import (
     BackPressure,
+    ConfigError,
     ForqError,
-    JobDead,
     LeaseLapsed,
-    NoResult,
     RedisUnavailable,
-    UnknownJob,
     UsageError,
     WaitTimeout,
 )
 from forq.job import new_id
 from forq.paths import key_prefix, redis_url
-from forq.procs.backoff import Backoff, reconnecting
+from forq.procs.backoff import Backoff
+from forq.result_wait import wait_for_result
 from forq.schedules import Schedule
-from forq.settings import check_mode, parse_options, stored, stored_defaults
+from forq.settings import SECTIONS, check_mode, parse_options, read_service, stored, stored_defaults
 from forq.values import check_queue_name, shown
 
 __all__ = ["Client", "DeadChanged", "DeadPage", "NewJob", "Page", "PartlyStored", "Queue", "Release", "new_job"]
 
 DEFAULT_MAX_QUEUES = 1000
+MIN_TIMEOUT_SECONDS, MAX_TIMEOUT_SECONDS = 0.1, 20.0
 # The interval at which `drain` reads the counts grows from the first to the second.
 MIN_DRAIN_SECONDS, MAX_DRAIN_SECONDS = 0.05, 1.0
 MIN_LEASE_SECONDS, MAX_LEASE_SECONDS = 0.1, 86400.0
-# A waiter for a result is registered in Redis for this long.
-REGISTRATION_SECONDS = 60.0
 # Longest blocking read, so that a dead connection is noticed.
 MAX_BLOCK_SECONDS = 5.0
 RETRY_PAUSE_SECONDS = 0.1
@@ -66,6 +63,8 @@ RETRY_PAUSE_SECONDS = 0.1
 # stay below the minute for which Redis remembers acks: otherwise an acked item would look like a lapsed one.
 RETRY_SECONDS = 10.0
 ACK_RETRY_SECONDS = 30.0
+ACK_MEMORY_SECONDS = 60.0
+CONFIG_FILE = "/etc/forq/forq.toml"
 
 T = TypeVar("T")
 
@@ -85,7 +84,9 @@ class Release:
 
     def ack(self) -> None:
         """Removes the item from the queue. LeaseLapsed if it has gone back in line. Repeating it is harmless."""
-        _retry_while_unavailable(ACK_RETRY_SECONDS, lambda: self._leases.ack(self._awaiter, self.id, self.fence))
+        link = self._leases.link
+        seconds = ack_retry_seconds(link.timeout_seconds, link.connect_timeout_seconds)
+        _retry_while_unavailable(seconds, lambda: self._leases.ack(self._awaiter, self.id, self.fence))
 
     def give_back(self) -> bool:
         """Returns the item to the front of the line; False if it had already left or gone back."""
@@ -96,13 +97,37 @@ class Client:
     """Connects to `url`, else FORQ_REDIS, else the embedded server of the local state directory. `prefix`: the prefix
     of all keys; default: FORQ_PREFIX, else "forq:".
 
+    `timeout`: how long a call waits for a reply of Redis; `connect_timeout`: for a connection (seconds, 0.1 to 20).
+
     Safe to share between threads and across a fork: each thread has its own connection, opened at its first call.
     """
 
-    def __init__(self, url: str | None = None, *, prefix: str | None = None) -> None:
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        prefix: str | None = None,
+        timeout: float | timedelta = CALL_TIMEOUT_SECONDS,
+        connect_timeout: float | timedelta = CONNECT_TIMEOUT_SECONDS,
+    ) -> None:
         self.url = url or redis_url()
         self.prefix = key_prefix() if prefix is None else prefix
+        self.timeout_seconds = check_timeout("timeout", timeout)
+        self.connect_timeout_seconds = check_timeout("connect_timeout", connect_timeout)
         self._local = threading.local()
+
+    @classmethod
+    def from_config(
+        cls,
+        file: str | os.PathLike[str] | None = None,
+        *,
+        timeout: float | timedelta = CALL_TIMEOUT_SECONDS,
+        connect_timeout: float | timedelta = CONNECT_TIMEOUT_SECONDS,
+    ) -> Self:
+        """Connects to the Redis of a supervisor with this config file: its `redis` and `prefix`, unless FORQ_REDIS and
+        FORQ_PREFIX are set. `file`: default FORQ_CONFIG, else /etc/forq/forq.toml if it exists."""
+        url, prefix = read_config(file)
+        return cls(url, prefix=prefix, timeout=timeout, connect_timeout=connect_timeout)
 
     def queue(self, name: str) -> "Queue":
         return Queue(self, check_queue_name(name))
@@ -151,7 +176,12 @@ class Client:
         try:
             return self._local.link  # type: ignore[no-any-return]  # attributes of a thread-local have no type
         except AttributeError:
-            link = self._local.link = Link(self.url, name="forq-client")
+            link = self._local.link = Link(
+                self.url,
+                name="forq-client",
+                timeout_seconds=self.timeout_seconds,
+                connect_timeout_seconds=self.connect_timeout_seconds,
+            )
             return link
 
 
@@ -250,11 +280,11 @@ class Queue:
 
         The item may be enqueued later. When the call returns, the item has left the queue.
         """
-        return get_release(self._leases(), id, mode="auto_release", wait_seconds=_seconds(timeout))
+        return get_release(self._leases(), id, mode="auto_release", wait_seconds=to_seconds(timeout))
 
     def next_release(self, timeout: float | timedelta | None = None) -> Release | None:
         """The same for the next item released."""
-        return get_release(self._leases(), None, mode="auto_release", wait_seconds=_seconds(timeout))
+        return get_release(self._leases(), None, mode="auto_release", wait_seconds=to_seconds(timeout))
 
     def dequeue(
         self,
@@ -268,11 +298,7 @@ class Queue:
         `wait`: how long to wait for one (seconds; default: not at all). Without a `lease` the item has left the queue
         when the call returns. With a lease, call `ack()` within that time, or the item goes back to the front.
         """
-        lease_seconds = _seconds(lease)
-        if lease_seconds is not None and not MIN_LEASE_SECONDS <= lease_seconds <= MAX_LEASE_SECONDS:
-            allowed = f"{MIN_LEASE_SECONDS} to {MAX_LEASE_SECONDS:.0f} seconds"
-            raise UsageError(f"lease {shown(lease)} is not allowed: {allowed}")
-        wait_seconds = _seconds(wait) or 0.0
+        lease_seconds, wait_seconds = check_lease(lease), to_seconds(wait) or 0.0
         mode = "on_request"
         return get_release(self._leases(), id, mode=mode, wait_seconds=wait_seconds, lease_seconds=lease_seconds)
 
@@ -283,7 +309,8 @@ class Queue:
         kept; NoResult if it is done without a result; WaitTimeout after `timeout` (seconds); UsageError if the queue
         keeps no results. The wait survives outages of Redis.
         """
-        return wait_for_result(ResultWaiter(self._client.link(), self._client.prefix, self.name, id), _seconds(timeout))
+        waiter = ResultWaiter(self._client.link(), self._client.prefix, self.name, id)
+        return wait_for_result(waiter, to_seconds(timeout))
 
     def job(self, id: str) -> dict[str, Any]:
         """Everything known about a job; UnknownJob if the queue has no job with this id."""
@@ -303,7 +330,7 @@ class Queue:
         Scheduled jobs, the retry lane and fail jobs do not count. The call only waits: a queue that is paused or has no
         supervisor does not drain.
         """
-        seconds = _seconds(timeout)
+        seconds = to_seconds(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds
         intervals = Backoff(MIN_DRAIN_SECONDS, MAX_DRAIN_SECONDS)
         while True:
@@ -312,14 +339,17 @@ class Queue:
                 return
             left_seconds = MAX_DRAIN_SECONDS if deadline is None else deadline - time.monotonic()
             if left_seconds <= 0:
-                why = ""
-                if counts.paused:
-                    why = "; it is paused"
-                elif not self._registry().served(self.name):
-                    why = "; no supervisor serves it"
-                left = f"{counts.waiting} waiting, {counts.active} active"
-                raise WaitTimeout(f"queue {self.name!r} is not drained yet: {left}{why}")
+                raise self._not_drained(counts)
             time.sleep(min(intervals.fail(), left_seconds))
+
+    def _not_drained(self, counts: Counts) -> WaitTimeout:
+        why = ""
+        if counts.paused:
+            why = "; it is paused"
+        elif not self._registry().served(self.name):
+            why = "; no supervisor serves it"
+        left = f"{counts.waiting} waiting, {counts.active} active"
+        return WaitTimeout(f"queue {self.name!r} is not drained yet: {left}{why}")
 
     def jobs(self, state: State | None = None, limit: int = 100, after: str | None = None) -> Page:
         """A page of jobs (id, identifier, state), in the order they will run; done jobs newest first."""
@@ -448,7 +478,7 @@ def _references(ids: Iterable[str] | None, everything: bool) -> Iterable[str] | 
     return ids
 
 
-def _seconds(given: float | timedelta | None) -> float | None:
+def to_seconds(given: float | timedelta | None) -> float | None:
     if given is None:
         return None
     seconds = given.total_seconds() if isinstance(given, timedelta) else given
@@ -457,107 +487,43 @@ def _seconds(given: float | timedelta | None) -> float | None:
     return float(seconds)
 
 
-def wait_for_result(waiter: ResultWaiter, timeout_seconds: float | None) -> Any:
-    return _ResultWait(waiter, None if timeout_seconds is None else time.monotonic() + timeout_seconds).result()
+def check_lease(lease: float | timedelta | None) -> float | None:
+    """The lease in seconds."""
+    lease_seconds = to_seconds(lease)
+    if lease_seconds is not None and not MIN_LEASE_SECONDS <= lease_seconds <= MAX_LEASE_SECONDS:
+        allowed = f"{MIN_LEASE_SECONDS} to {MAX_LEASE_SECONDS:.0f} seconds"
+        raise UsageError(f"lease {shown(lease)} is not allowed: {allowed}")
+    return lease_seconds
 
 
-class _ResultWait:
-    """Waits for the end of a job without polling.
+def check_timeout(name: str, given: float | timedelta) -> float:
+    """The timeout in seconds."""
+    seconds = given.total_seconds() if isinstance(given, timedelta) else given
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not (number and MIN_TIMEOUT_SECONDS <= seconds <= MAX_TIMEOUT_SECONDS):
+        allowed = f"{MIN_TIMEOUT_SECONDS} to {MAX_TIMEOUT_SECONDS:.0f} seconds, or a timedelta"
+        raise UsageError(f"{name} {shown(given)} is not allowed: {allowed}")
+    return float(seconds)
 
-    1. Subscribes, then checks the job, which registers the waiter: later changes are published to it.
-    2. Checks again after a message, and after half the time of the registration.
-    3. After a broken connection starts over with the same target; the check finds a job that ended meanwhile.
-    """
 
-    def __init__(self, waiter: ResultWaiter, deadline: float | None) -> None:
-        self._waiter = waiter
-        self._deadline = deadline
-        self._subscription = waiter.subscription()
-        self._job = f"job {waiter.job_id!r} of queue {waiter.queue!r}"
-        # None until the first check has found the job.
-        self._target: WaitTarget | None = None
+def read_config(file: str | os.PathLike[str] | None) -> tuple[str, str]:
+    """The URL of Redis and the prefix of a supervisor with this config file."""
+    import tomllib
 
-    def result(self) -> Any:
-        backoff = reconnecting()
+    path = os.path.abspath(file or os.environ.get("FORQ_CONFIG") or CONFIG_FILE)
+    table: dict[str, Any] = {}
+    if file or os.environ.get("FORQ_CONFIG") or os.path.exists(path):
         try:
-            while True:
-                try:
-                    if not self._subscription.connected:
-                        self._subscription.connect()
-                    return self._result_of(self._wait_until_done())
-                except RedisUnavailable as exc:
-                    # Before the first check it fails at once, like any other call.
-                    if self._target is None:
-                        raise
-                    self._subscription.close()
-                    self._pause(backoff.fail(), exc)
-        finally:
-            self._subscription.close()
-
-    def _wait_until_done(self) -> DoneJob:
-        while True:
-            status = self._waiter.check(self._target, round(REGISTRATION_SECONDS * 1000))
-            self._target = status.target
-            match status.state:
-                case "live":
-                    self._wait_for_message(status.target)
-                case "done" if status.done is not None:
-                    if not status.target.mark:
-                        # The job had ended before the first check: a later job with this id may be dead.
-                        self._raise_if_dead(self._waiter.error_of_last_dead(status.target, status.done.fence))
-                    return status.done
-                case "done":
-                    raise UnknownJob(f"{self._job} is done, but its result is not kept: {self._waiter.why_not_kept()}")
-                case "dead":
-                    self._raise_if_dead(self._waiter.error_of_dead(status.fence))
-                    raise JobDead(f"{self._job} failed for good; its error is no longer kept")
-                case "gone":
-                    self._raise_if_dead(self._waiter.error_of_last_dead(status.target))
-                    why = self._waiter.why_not_kept()
-                    raise UnknownJob(f"there is no {self._job}: it never existed, or has ended and is not kept: {why}")
-                case "cancelled":
-                    raise UnknownJob(f"{self._job} was cancelled or removed")
-
-    def _wait_for_message(self, target: WaitTarget) -> None:
-        """Returns when the job may have ended, or the next check is due."""
-        check_at = time.monotonic() + REGISTRATION_SECONDS / 2
-        while time.monotonic() < check_at:
-            self._check_deadline()
-            wake_at = check_at if self._deadline is None else min(check_at, self._deadline)
-            # The message may be about an earlier job with this id. Earlier releases send no mark.
-            marks = _receive_marks(self._subscription, wake_at - time.monotonic())
-            if any(mark in (target.mark, "", "-") for mark in marks):
-                return
-
-    def _raise_if_dead(self, error: Any) -> None:
-        if error is not None:
-            text = f"{error.get('name')}: {error.get('message')}" if isinstance(error, dict) else str(error)
-            raise JobDead(f"{self._job} failed for good: {text}", error)
-
-    def _result_of(self, done: DoneJob) -> Any:
-        if done.result_error is not None:
-            raise NoResult(f"{self._job} is done: {done.result_error}")
-        return done.result
-
-    def _check_deadline(self) -> None:
-        if self._deadline is not None and time.monotonic() >= self._deadline:
-            raise WaitTimeout(f"{self._job} has not ended yet")
-
-    def _pause(self, seconds: float, exc: RedisUnavailable) -> None:
-        if self._deadline is not None:
-            left_seconds = self._deadline - time.monotonic()
-            if left_seconds <= 0:
-                raise WaitTimeout(f"{self._job} has not ended, or its end is unknown: {exc}") from exc
-            seconds = min(seconds, left_seconds)
-        time.sleep(seconds)
-
-
-def _receive_marks(subscription: Subscription, seconds: float) -> list[str]:
-    """The marks of the jobs that end within this time. A message is OUTCOME FENCE MARK."""
-    poll = select.poll()
-    poll.register(subscription.fileno(), select.POLLIN)
-    poll.poll(max(0.0, seconds) * 1000)
-    return [(*message.split(" "), "", "")[2] for _, message in subscription.receive()]
+            with open(path, "rb") as stream:
+                table = tomllib.load(stream)
+        except OSError as exc:
+            raise ConfigError(f"{path}: cannot be read: {exc.strerror}") from exc
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+            raise ConfigError(f"{path}: not valid TOML: {exc}") from exc
+    settings, _ = read_service({k: v for k, v in table.items() if k not in SECTIONS}, path, os.environ, {})
+    state = settings["state_dir"]
+    embedded = f"unix://{os.path.join(state, 'redis.sock')}" if state else redis_url()
+    return settings["redis"] or embedded, settings["prefix"]
 
 
 def get_release(
@@ -602,7 +568,9 @@ class _ReleaseRequest:
                     continue
                 if not waiting:
                     return None
-                self._wait(min(MAX_BLOCK_SECONDS, reply.valid_ms / 2000, deadline - time.monotonic()))
+                # A blocking read must end before the connection's timeout.
+                longest_seconds = min(MAX_BLOCK_SECONDS, self._leases.link.timeout_seconds / 2)
+                self._wait(min(longest_seconds, reply.valid_ms / 2000, deadline - time.monotonic()))
         except BaseException:
             # Return an item that was handed out meanwhile now, not when its lease lapses.
             with suppress(ForqError):
@@ -635,6 +603,11 @@ class _ReleaseRequest:
             _leases=self._leases,
             _awaiter=self._awaiter,
         )
+
+
+def ack_retry_seconds(timeout_seconds: float, connect_timeout_seconds: float) -> float:
+    """How long to repeat an ack: with its last call it must end while Redis remembers it."""
+    return min(ACK_RETRY_SECONDS, ACK_MEMORY_SECONDS - 5 - timeout_seconds - connect_timeout_seconds)
 
 
 def _retry_while_unavailable(seconds: float, call: Callable[[], T]) -> T:

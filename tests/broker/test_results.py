@@ -9,8 +9,8 @@ import pytest
 from forq.broker.explain import why
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
 from forq.broker.results import LOST, ResultWaiter
-from forq.client import wait_for_result
 from forq.errors import UnknownJob
+from forq.result_wait import wait_for_result
 from forq.values import show_time
 from tests.support.drive.external_queue import ExternalQueue
 from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue

@@ -1,5 +1,6 @@
 """The examples of the guide and the reference, run against a real supervisor."""
 
+import asyncio
 import json
 import re
 import socket
@@ -36,9 +37,21 @@ TASKS, ENQUEUEING, HOOK = examples("docs/guide/apps.md")
 (DURABLE,) = examples("docs/guide/redis.md")
 (SCHEDULES,) = examples("docs/guide/schedules.md")
 (RELEASES,) = examples("docs/guide/releases.md")
-CLIENT, DEAD_JOBS, DRAIN, BULK = examples("docs/reference/python.md")
+CLIENT, ASYNC_CLIENT, DEAD_JOBS, DRAIN, BULK = examples("docs/reference/python.md")
 HANDLER_BLOCKS = (HANDLER, ASYNC_HANDLER, FAIL_HANDLER, TASKS, HOOK)
-RUN_BLOCKS = (ENQUEUEING, PRODUCING, RESULTS, DURABLE, SCHEDULES, RELEASES, CLIENT, DEAD_JOBS, DRAIN, BULK)
+RUN_BLOCKS = (
+    ENQUEUEING,
+    PRODUCING,
+    RESULTS,
+    DURABLE,
+    SCHEDULES,
+    RELEASES,
+    CLIENT,
+    ASYNC_CLIENT,
+    DEAD_JOBS,
+    DRAIN,
+    BULK,
+)
 # Needs Spark.
 NOT_RUN = examples("docs/guide/pipeline.md")
 
@@ -204,6 +217,11 @@ def test_the_examples_of_the_python_reference_run(environment: None, queue: Call
     execute(BULK, queue=emails, read_rows=lambda name: rows)
     execute(BULK, queue=emails, read_rows=lambda name: rows)
     emails.drain(timeout=30)
+
+
+def test_the_example_for_asyncio_runs(environment: None, forq: Forq, capsys: pytest.CaptureFixture[str]) -> None:
+    asyncio.run(execute(ASYNC_CLIENT)["main"]())
+    assert capsys.readouterr().out == "/a.png\n"
 
 
 def test_the_transcript_of_the_control_protocol_is_correct(forq: Forq) -> None:

@@ -10,6 +10,7 @@ Importing this module imports redis-py, which takes 0.15 s: other modules import
 """
 
 import os
+import select
 import socket
 import ssl
 import struct
@@ -19,10 +20,8 @@ from importlib.util import find_spec
 from typing import Any
 
 import redis.connection
-from redis import ConnectionPool, Redis
 from redis.event import EventDispatcher
 from redis.exceptions import RedisError, ResponseError
-from redis.sentinel import MasterNotFoundError, Sentinel
 
 from forq.procs import liveness
 from forq.redis_url import Address, read_address
@@ -50,6 +49,12 @@ except ImportError:
 
     def _pack(command: tuple[Any, ...]) -> bytes:  # type: ignore[misc]  # hiredis names other types
         return b"".join(_packer.pack_command(*command))
+
+
+def pack(command: tuple[Any, ...]) -> bytes:
+    """The command as it is sent."""
+    packed: bytes = _pack(command)
+    return packed
 
 
 class Connection:
@@ -86,6 +91,12 @@ class Connection:
         except RedisError as exc:
             raise _to_os_error(exc) from exc
 
+    def is_closed(self) -> bool:
+        """Whether the server has closed it: an idle connection is readable only then."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLIN)
+        return bool(poll.poll(0))
+
     def close(self) -> None:
         self._redis.disconnect()
 
@@ -103,7 +114,7 @@ class _Parser(redis.connection.DefaultParser):  # type: ignore[misc,valid-type] 
 
 
 class _TlsConnection(redis.connection.SSLConnection):
-    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
+    def tls_context(self) -> ssl.SSLContext:
         """Trusts only the CAs of the URL, if it names any. redis-py would add them to the system's CAs, which also take
         37 ms to load for each connection."""
         context = ssl.create_default_context(cafile=self.ca_certs, capath=self.ca_path, cadata=self.ca_data)
@@ -115,8 +126,11 @@ class _TlsConnection(redis.connection.SSLConnection):
             context.minimum_version = ssl.TLSVersion(int(self.ssl_min_version))
         if self.ssl_ciphers:
             context.set_ciphers(self.ssl_ciphers)
+        return context
+
+    def _wrap_socket_with_ssl(self, sock: socket.socket) -> ssl.SSLSocket:
         sock.settimeout(self.socket_connect_timeout)
-        return context.wrap_socket(sock, server_hostname=self.host)
+        return self.tls_context().wrap_socket(sock, server_hostname=self.host)
 
 
 @cache
@@ -175,7 +189,9 @@ def _copy(template: Any) -> Any:
     return made
 
 
-def open_master(address: Address, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> Connection:
+def open_master(
+    kind: type[Connection], address: Address, name: str, connect_timeout_seconds: float, timeout_seconds: float
+) -> Connection:
     """Connects to the current master. Nothing is cached: each new connection queries the sentinels.
 
     A sentinel that has not noticed a failover yet names the old master. So the role of the named server is checked,
@@ -185,39 +201,38 @@ def open_master(address: Address, name: str, connect_timeout_seconds: float, tim
     for host, port in address.hosts:
         named = ""
         try:
-            master = _query_sentinel(address, host, port, name)
+            master = _query_sentinel(kind, address, host, port, name)
             named = f"it names {master[0]}:{master[1]}, "
-            return _open_if_master(address.server_url(*master), name, connect_timeout_seconds, timeout_seconds)
+            return _open_if_master(kind, address.server_url(*master), name, connect_timeout_seconds, timeout_seconds)
         except OSError as exc:
             errors.append(f"{host}:{port}: {named}{exc}")
     raise ConnectionError(f"no sentinel found a working master {address.master!r} ({'; '.join(errors)})")
 
 
-def _query_sentinel(address: Address, host: str, port: int, name: str) -> tuple[str, int]:
-    kind, options = _options(address.sentinel_url(host, port))
-    limits: dict[str, Any] = {
-        "socket_connect_timeout": SENTINEL_TIMEOUT_SECONDS,
-        "socket_timeout": SENTINEL_TIMEOUT_SECONDS,
-    }
-    liveness.expect_busy(2 * SENTINEL_TIMEOUT_SECONDS + liveness.LOOKUP_SECONDS)
-    pool, sentinels = ConnectionPool(kind, client_name=name, **options, **limits), Sentinel([])
+def _query_sentinel(kind: type[Connection], address: Address, host: str, port: int, name: str) -> tuple[str, int]:
+    """The host and port of the master, according to this sentinel."""
+    url = address.sentinel_url(host, port)
+    limits = {"connect_timeout_seconds": SENTINEL_TIMEOUT_SECONDS, "timeout_seconds": SENTINEL_TIMEOUT_SECONDS}
+    connection = kind(url, name=name, **limits)
     try:
-        # Connects here: the error of discover_master for an unreachable sentinel contains the password.
-        sentinels.sentinels = [Redis(connection_pool=pool, single_connection_client=True)]
-        master: tuple[str, int] = sentinels.discover_master(address.master)
-    except MasterNotFoundError:
-        raise ConnectionError("it knows no master with that name, or the master is down") from None
-    except (RedisError, OSError) as exc:
-        raise _to_os_error(exc) from exc
+        connection.send(("SENTINEL", "MASTERS"))
+        masters = connection.receive()
     finally:
-        pool.disconnect()
-    return master
+        connection.close()
+    if isinstance(masters, Exception):
+        raise ConnectionError(str(masters))
+    for flat in masters:
+        master = dict(zip(flat[::2], flat[1::2], strict=True))
+        flags = set(master[b"flags"].split(b","))
+        if master[b"name"] == address.master.encode() and b"master" in flags and not flags & {b"s_down", b"o_down"}:
+            return master[b"ip"].decode(), int(master[b"port"])
+    raise ConnectionError("it knows no master with that name, or the master is down")
 
 
-def _open_if_master(url: str, name: str, connect_timeout_seconds: float, timeout_seconds: float) -> Connection:
-    connection = Connection(
-        url, name=name, connect_timeout_seconds=connect_timeout_seconds, timeout_seconds=timeout_seconds
-    )
+def _open_if_master(
+    kind: type[Connection], url: str, name: str, connect_timeout_seconds: float, timeout_seconds: float
+) -> Connection:
+    connection = kind(url, name=name, connect_timeout_seconds=connect_timeout_seconds, timeout_seconds=timeout_seconds)
     try:
         connection.send(("INFO", "replication"))
         answer = connection.receive()

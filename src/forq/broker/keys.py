@@ -173,6 +173,11 @@ def awaiter_key(base: str, awaiter: str) -> str:
     return f"{base}:awaiter:{awaiter}"
 
 
+def handed_channel(base: str, db: int, clerk: str) -> str:
+    """The channel of one queue for the awaiters of a clerk."""
+    return f"{base}@{db}:handed:{clerk}"
+
+
 def handed_channels(prefix: str, db: int, clerk: str) -> str:
     """The pattern of all queues' channels for the awaiters of a clerk."""
     return f"{prefix}queue:*@{db}:handed:{clerk}"

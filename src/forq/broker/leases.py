@@ -50,7 +50,7 @@ class Leases:
 
     def __init__(self, link: Link, prefix: str, queue: str) -> None:
         self.queue = check_queue_name(queue)
-        self._link = link
+        self.link = link
         self._base = queue_base(prefix, queue)
 
     def request(
@@ -72,7 +72,7 @@ class Leases:
                 raise InvalidId(f"awaiter {shown(name)} is not allowed: 1 to 128 of A-Z a-z 0-9 _ . -")
         wanted = "" if job_id is None else check_job_id(job_id)
         lease = "" if lease_ms is None else lease_ms
-        reply = self._link.run(script("await"), self._base, awaiter, wanted, mode, lease, int(register), via)
+        reply = self.link.run(script("await"), self._base, awaiter, wanted, mode, lease, int(register), via)
         if reply[0] != OK:
             raise error_for(self.queue, reply)
         return LeaseReply(read_lease(reply[2]) if len(reply) > 2 else None, reply[1])
@@ -80,17 +80,17 @@ class Leases:
     def wait(self, awaiter: str, seconds: float) -> None:
         """Blocks until the awaiter's list has an entry or time is up. The entry stays in the list."""
         own = awaiter_key(self._base, awaiter)
-        self._link.call("BLMOVE", own, own, "LEFT", "LEFT", f"{max(0.001, seconds):.3f}")
+        self.link.call("BLMOVE", own, own, "LEFT", "LEFT", f"{max(0.001, seconds):.3f}")
 
     def ack(self, awaiter: str, job_id: str, fence: int) -> None:
         """Releases the item; LeaseLapsed if it has gone back to the queue."""
-        reply = self._link.run(script("ack"), self._base, awaiter, job_id, fence)
+        reply = self.link.run(script("ack"), self._base, awaiter, job_id, fence)
         if reply[0] != OK:
             raise error_for(self.queue, reply)
 
     def leave(self, awaiter: str) -> bool:
         """Unregisters the awaiter; True if it held an item, which goes back to the queue."""
-        return _leave(self._link, self._base, self.queue, awaiter, "")
+        return _leave(self.link, self._base, self.queue, awaiter, "")
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,6 @@
 
 import os
 import re
-import select
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -43,12 +42,25 @@ _SLOT_MIGRATION_ERRORS = ("ASK ", "TRYAGAIN ")
 class Link:
     """A connection to Redis. `at` routes a call without a key: any key of the queue that it concerns."""
 
-    def __init__(self, url: str, *, name: str = "forq", timeout_seconds: float = CALL_TIMEOUT_SECONDS) -> None:
+    # None: Connection, which is imported when it is needed.
+    connection_kind: "type[Connection] | None" = None
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        name: str = "forq",
+        timeout_seconds: float = CALL_TIMEOUT_SECONDS,
+        connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
+    ) -> None:
         self.url = url
         self.name = name
         self.timeout_seconds = timeout_seconds
+        self.connect_timeout_seconds = connect_timeout_seconds
         self._address = read_address(url)
-        self._cluster = Cluster(self._address, name, self._to_node) if self._address.kind == CLUSTER else None
+        self._cluster: Cluster | None = None
+        if self._address.kind == CLUSTER:
+            self._cluster = Cluster(self._address, name, self._to_node, self.connection_kind)
         self._connection: Connection | None = None
         self._pid = 0
         self._used_at = 0.0
@@ -282,18 +294,25 @@ class Link:
     def _ready_connection(self) -> "Connection":
         connection = self._connection
         if connection is not None and self._pid == os.getpid():
-            if time.monotonic() - self._used_at < IDLE_CHECK_SECONDS or not _is_closed(connection):
+            if time.monotonic() - self._used_at < IDLE_CHECK_SECONDS or not connection.is_closed():
                 return connection
             self.close()
         try:
-            connection = connect(self._address, self.name, self.timeout_seconds)
+            connection = connect(
+                self._address, self.name, self.timeout_seconds, self.connect_timeout_seconds, self.connection_kind
+            )
         except OSError as exc:
             raise RedisUnavailable(f"cannot reach Redis at {self.shown_url}: {_reason_of(exc)}") from exc
         self._connection, self._pid = connection, os.getpid()
         return connection
 
     def _to_node(self, url: str) -> "Link":
-        return Link(url, name=self.name, timeout_seconds=self.timeout_seconds)
+        return type(self)(
+            url,
+            name=self.name,
+            timeout_seconds=self.timeout_seconds,
+            connect_timeout_seconds=self.connect_timeout_seconds,
+        )
 
     def _refusal(self, text: str) -> ForqError:
         if text.startswith("ERR Function not found") or _names_command(text, "FCALL"):
@@ -323,27 +342,27 @@ class Link:
         return ForqError(f"Redis at {self.shown_url} refused the call: {text}")
 
 
-def connect(address: Address, name: str, timeout_seconds: float) -> "Connection":
+def connect(
+    address: Address,
+    name: str,
+    timeout_seconds: float,
+    connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
+    kind: "type[Connection] | None" = None,
+) -> "Connection":
     """Connects to the server of this address, or to the current master that the sentinels name."""
     # Imported late: redis-py takes 0.15 s, which a Client that never connects does not need.
     from forq.broker.connection import Connection, open_master
 
+    kind = kind or Connection
     if address.kind == SENTINEL:
-        return open_master(address, name, CONNECT_TIMEOUT_SECONDS, timeout_seconds)
-    limits = {"connect_timeout_seconds": CONNECT_TIMEOUT_SECONDS, "timeout_seconds": timeout_seconds}
-    return Connection(address.url, name=name, **limits)
+        return open_master(kind, address, name, connect_timeout_seconds, timeout_seconds)
+    limits = {"connect_timeout_seconds": connect_timeout_seconds, "timeout_seconds": timeout_seconds}
+    return kind(address.url, name=name, **limits)
 
 
 def _names_command(text: str, command: str) -> bool:
     """Whether an error says that this command does not exist or is not allowed for this user."""
     return text.startswith(("NOPERM", "ERR unknown command")) and bool(re.search(rf"'{command}\b", text, re.IGNORECASE))
-
-
-def _is_closed(connection: "Connection") -> bool:
-    """An idle connection is only readable if the server has closed it."""
-    poll = select.poll()
-    poll.register(connection.socket, select.POLLIN)
-    return bool(poll.poll(0))
 
 
 def _reason_of(exc: Exception) -> str:

@@ -5,10 +5,32 @@ from typing import TYPE_CHECKING, Any
 from forq.broker.link import CONNECT_TIMEOUT_SECONDS, connect
 from forq.broker.topology import fetch_slot_map, slot_of
 from forq.errors import RedisUnavailable
-from forq.redis_url import CLUSTER, read_address
+from forq.redis_url import CLUSTER, Address, read_address
 
 if TYPE_CHECKING:
     from forq.broker.connection import Connection
+
+
+def connect_subscriber(
+    address: Address,
+    name: str,
+    channel: str,
+    connect_timeout_seconds: float = CONNECT_TIMEOUT_SECONDS,
+    kind: "type[Connection] | None" = None,
+) -> "Connection":
+    """A connection for a subscription to this channel."""
+    limits = connect_timeout_seconds, connect_timeout_seconds
+    if address.kind != CLUSTER:
+        return connect(address, name, *limits, kind)
+    slot_map = fetch_slot_map(address, (), name, kind)
+    # Prefer the node of the queue: while that is down, nothing is published on its channel.
+    own = slot_map.url_of(slot_of(channel))
+    for url in sorted(slot_map.masters(), key=lambda url: url != own):
+        try:
+            return connect(read_address(url), name, *limits, kind)
+        except OSError as exc:
+            last: Exception = exc
+    raise last
 
 
 class Subscription:
@@ -36,7 +58,7 @@ class Subscription:
     def connect(self) -> None:
         self.close()
         try:
-            self._connection = self._connect()
+            self._connection = connect_subscriber(self._address, self._name, self._pattern)
             self._connection.send(("SUBSCRIBE" if self._exact else "PSUBSCRIBE", self._pattern))
             answer = self._connection.receive()
         except OSError as exc:
@@ -46,19 +68,6 @@ class Subscription:
             self.close()
             raise RedisUnavailable(f"cannot subscribe: {answer}")
         self._connection.socket.setblocking(False)
-
-    def _connect(self) -> "Connection":
-        if self._address.kind != CLUSTER:
-            return connect(self._address, self._name, CONNECT_TIMEOUT_SECONDS)
-        slot_map = fetch_slot_map(self._address, (), self._name)
-        # Prefer the node of the queue: while that is down, nothing is published on its channel.
-        own = slot_map.url_of(slot_of(self._pattern))
-        for url in sorted(slot_map.masters(), key=lambda url: url != own):
-            try:
-                return connect(read_address(url), self._name, CONNECT_TIMEOUT_SECONDS)
-            except OSError as exc:
-                last: Exception = exc
-        raise last
 
     def receive(self) -> list[tuple[str, str]]:
         """The messages that have arrived, as (channel, message); RedisUnavailable if the connection is broken."""

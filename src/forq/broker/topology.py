@@ -20,6 +20,7 @@ from forq.errors import ForqError, RedisUnavailable
 from forq.redis_url import Address
 
 if TYPE_CHECKING:
+    from forq.broker.connection import Connection
     from forq.broker.link import Link
     from forq.broker.scripts import Script
 
@@ -52,25 +53,26 @@ def slot_of(key: str) -> int:
     return key_slot(key.encode())
 
 
-def fetch_slot_map(address: Address, known: Iterable[str], name: str) -> SlotMap:
+def fetch_slot_map(
+    address: Address, known: Iterable[str], name: str, kind: "type[Connection] | None" = None
+) -> SlotMap:
     """The slot map of the first node that has one, of the known nodes and those in the URL. OSError if none has."""
     errors: list[str] = []
     urls = list(dict.fromkeys([*known, *(address.server_url(*host) for host in address.hosts)]))
     # In random order, to spread the load.
     for url in random.sample(urls, len(urls)):
         try:
-            return _fetch_from(address, url, name)
+            return _fetch_from(address, url, name, kind)
         except OSError as exc:
             errors.append(f"{_host_and_port(url)}: {exc or type(exc).__name__}")
     raise ConnectionError(f"no node of the cluster sent its slot map ({'; '.join(errors)})")
 
 
-def _fetch_from(address: Address, url: str, name: str) -> SlotMap:
+def _fetch_from(address: Address, url: str, name: str, kind: "type[Connection] | None") -> SlotMap:
     from forq.broker.connection import Connection
 
-    connection = Connection(
-        url, name=name, connect_timeout_seconds=NODE_TIMEOUT_SECONDS, timeout_seconds=NODE_TIMEOUT_SECONDS
-    )
+    limits = {"connect_timeout_seconds": NODE_TIMEOUT_SECONDS, "timeout_seconds": NODE_TIMEOUT_SECONDS}
+    connection = (kind or Connection)(url, name=name, **limits)
     try:
         connection.send_many([("CLUSTER", "INFO"), ("CLUSTER", "SLOTS")])
         info, ranges = connection.receive(), connection.receive()
@@ -113,10 +115,17 @@ class Moved(ForqError):
 class Cluster:
     """Routes calls to the nodes of a cluster. `open_link` makes a link to the node with a URL."""
 
-    def __init__(self, address: Address, name: str, open_link: Callable[[str], "Link"]) -> None:
+    def __init__(
+        self,
+        address: Address,
+        name: str,
+        open_link: Callable[[str], "Link"],
+        connection_kind: "type[Connection] | None" = None,
+    ) -> None:
         self._address = address
         self._name = name
         self._open_link = open_link
+        self._connection_kind = connection_kind
         self._links: dict[str, Link] = {}
         self._slots: SlotMap | None = None
         # Redirects since the slot map was fetched.
@@ -205,7 +214,7 @@ class Cluster:
     def _map(self) -> SlotMap:
         if self._slots is None:
             try:
-                self._slots = fetch_slot_map(self._address, self._links, self._name)
+                self._slots = fetch_slot_map(self._address, self._links, self._name, self._connection_kind)
             except OSError as exc:
                 raise RedisUnavailable(f"cannot reach Redis at {self._address.shown}: {exc}") from exc
             self._moved = {}
