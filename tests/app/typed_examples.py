@@ -54,6 +54,9 @@ def right_uses() -> None:
 async def right_async_uses() -> None:
     assert_type(await digest(7), list[str])
     assert_type(await bare(7), None)
+    assert_type(await send.aenqueue("a"), JobRef[Receipt])
+    assert_type(await (await send.using(id="42").aenqueue("a")).aresult(timeout=5), Receipt)
+    await send.aenqueue(7)  # wrong
 
 
 def wrong_uses() -> None:

@@ -1,10 +1,12 @@
 """Apps with a real supervisor: tasks run with their types, and clients get typed results."""
 
+import asyncio
 from collections.abc import Iterator
 from decimal import Decimal
 
 import pytest
 
+from forq import AsyncClient
 from forq.errors import JobDead
 from tests.support.drive.supervisor import HANDLERS, Forq, running
 from tests.support.handlers import shop
@@ -28,6 +30,19 @@ def test_results_have_the_declared_types(forq: Forq) -> None:
         shop.Receipt("again", Decimal("0.5"), 2),
     ]
     assert shop.greet.enqueue("you").result(timeout=30) == "hello you, this is greet"
+
+
+def test_coroutines_enqueue_and_get_typed_results(forq: Forq) -> None:
+    async def bill(to: str) -> shop.Receipt:
+        ref = await shop.bill.aenqueue(to, [Decimal(1), Decimal("0.5")])
+        return await ref.aresult(timeout=30)
+
+    async def main() -> list[shop.Receipt]:
+        async with AsyncClient(forq.url) as client:
+            shop.app._async_client = client
+            return await asyncio.gather(*(bill(str(n)) for n in range(50)))
+
+    assert asyncio.run(main()) == [shop.Receipt(str(n), Decimal("1.5"), 1) for n in range(50)]
 
 
 def test_many_jobs_of_several_tasks(forq: Forq) -> None:

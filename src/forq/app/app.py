@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial
-from typing import Any, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from forq.app.hooks import Hooks
 from forq.app.signature import Signature
@@ -14,6 +14,9 @@ from forq.client import Client
 from forq.errors import InvalidTask, Permanent
 from forq.job import Job
 from forq.values import check_queue_name, check_type, shown
+
+if TYPE_CHECKING:
+    from forq.async_client import AsyncClient
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -49,6 +52,7 @@ class App:
         self._prefix = prefix
         self._hooks = Hooks(self.name)
         self._client: Client | None = None
+        self._async_client: AsyncClient | None = None
         self._lock = threading.Lock()
 
     @property
@@ -58,6 +62,17 @@ class App:
             with self._lock:
                 self._client = self._client or Client(self._url, prefix=self._prefix)
         return self._client
+
+    @property
+    def async_client(self) -> "AsyncClient":
+        """The client of this process for asyncio; each event loop has its own connections. Close them before the loop
+        ends: `await app.async_client.aclose()`."""
+        if self._async_client is None:
+            from forq.async_client import AsyncClient
+
+            with self._lock:
+                self._async_client = self._async_client or AsyncClient(self._url, prefix=self._prefix)
+        return self._async_client
 
     @overload
     def task(  # type: ignore[overload-overlap]  # as in Decorator

@@ -72,6 +72,11 @@ class JobRef(Generic[T]):
         stored = self._task.app.client.queue(self.queue).wait(self.id, timeout)
         return cast(T, self._task.signature.unpack_result(stored))
 
+    async def aresult(self, timeout: float | timedelta | None = None) -> T:
+        """The same for asyncio."""
+        stored = await self._task.app.async_client.queue(self.queue).wait(self.id, timeout)
+        return cast(T, self._task.signature.unpack_result(stored))
+
     def __eq__(self, other: object) -> bool:
         return isinstance(other, JobRef) and (self.queue, self.id) == (other.queue, other.id)
 
@@ -110,6 +115,14 @@ class Sender(Generic[P, T]):
         """
         prepared = self.prepare(*args, **kwargs)
         (id,) = self._task.app.client.queue(prepared.queue).enqueue_jobs(
+            [prepared.job], if_exists=prepared.update.if_exists, durable=prepared.durable
+        )
+        return prepared.ref(id)
+
+    async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> JobRef[T]:
+        """The same for asyncio. A cancelled call has stored the job or not."""
+        prepared = self.prepare(*args, **kwargs)
+        (id,) = await self._task.app.async_client.queue(prepared.queue).enqueue_jobs(
             [prepared.job], if_exists=prepared.update.if_exists, durable=prepared.durable
         )
         return prepared.ref(id)
