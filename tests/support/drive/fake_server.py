@@ -41,8 +41,8 @@ class FakeServer:
         """Connections to its URL reach it; all other URLs are unchanged."""
         to_others, client_of_others = link.connect, redis_cluster.connect
 
-        def connect(address: Address, name: str, timeout_seconds: float) -> Any:
-            return _Connection(self._state) if address.url == self.url else to_others(address, name, timeout_seconds)
+        def connect(address: Address, *arguments: Any) -> Any:
+            return _Connection(self._state) if address.url == self.url else to_others(address, *arguments)
 
         def client(url: str, key: str) -> redis.Redis:
             return self.connect() if url == self.url else client_of_others(url, key)
@@ -60,6 +60,9 @@ class _Connection:
 
     def __init__(self, server: fakeredis.FakeServer) -> None:
         self.socket = _Socket(server)
+
+    def is_closed(self) -> bool:
+        return False
 
     def send(self, command: tuple[Any, ...]) -> None:
         self.send_many([command])
