@@ -121,7 +121,7 @@ def test_a_gigabyte_on_stderr_and_noise_on_stdout_cost_one_attempt_and_no_memory
     wait_for_counts(forq, "flood", 0, 1)
     assert error_of(forq, "flood", "flood")["name"] == "BadMessage"
     assert len(forq.log) - before < 5_000_000
-    assert "lines_dropped=" in forq.log
+    wait_until(lambda: "lines_dropped=" in forq.log, what="dropped lines are counted")
     assert psutil.Process(forq.child("flood")["pid"]).memory_info().rss < 200 << 20
     jobs.enqueue(1, id="after")
     wait_for_counts(forq, "flood", 1, 1)
@@ -148,8 +148,11 @@ def test_each_type_has_its_own_program_beside_a_handler_in_python(forq: Forq, tm
         jobs.enqueue(1, id=f"typed{number}", type=job_type)
     wait_for_counts(forq, "typed", 4)
     assert {trace.job for trace in forq.traces("end") if trace.queue == "typed"} == {"typed0"}
-    said = [line.partition(" typed ")[2] for line in forq.log.splitlines() if " typed typed" in line]
-    assert said == ["typed1: one", "typed2: two", "typed3: one"]
+
+    def printed() -> list[str]:
+        return [line.partition(" typed ")[2] for line in forq.log.splitlines() if " typed typed" in line]
+
+    wait_until(lambda: printed() == ["typed1: one", "typed2: two", "typed3: one"], what="the lines of all programs")
 
 
 def test_the_fail_handler_may_be_a_program(forq: Forq, tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_the_exec_once_example_stores_its_data(forq: Forq, tmp_path: Path) -> No
     wait_for_counts(forq, "keep", 1, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["kept.json"]
     assert json.loads((tmp_path / "kept.json").read_text()) == {"a": "ü"}
-    assert "keep kept: kept kept of keep, attempt 1" in forq.log
+    wait_until(lambda: "keep kept: kept kept of keep, attempt 1" in forq.log, what="its line is in the log")
     error = error_of(forq, "keep", "not/kept")
     assert (error["kind"], error["message"].endswith("an id with a slash is no file name")) == ("permanent", True)
 
@@ -191,7 +194,7 @@ def test_the_node_example_works_fails_and_greets(forq: Forq) -> None:
     jobs.enqueue({"fail": "no good", "permanent": True}, id="bad")
     jobs.enqueue_many([None] * 50)
     wait_for_counts(forq, "node", 51, 1)
-    assert "node greet: hello, wörld" in forq.log
+    wait_until(lambda: "node greet: hello, wörld" in forq.log, what="its line is in the log")
     error = error_of(forq, "node", "bad")
     assert (error["name"], error["message"], error["kind"]) == ("Error", "no good", "permanent")
     assert "exec_worker.js" in error["traceback"]
