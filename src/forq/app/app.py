@@ -116,8 +116,8 @@ class App:
         """Stores prepared jobs in bulk, in one call per queue; returns their refs in the same order."""
         prepared = list(jobs)
         groups: dict[tuple[str, str, str | None], list[int]] = {}
-        for number, each in enumerate(prepared):
-            groups.setdefault((each.queue, each.update.if_exists, each.durable), []).append(number)
+        for number, (_, queue, _, update, durable) in enumerate(prepared):
+            groups.setdefault((queue, update.if_exists, durable), []).append(number)
         refs: list[JobRef[R] | None] = [None] * len(prepared)
         for (queue, if_exists, durable), numbers in groups.items():
             ids = self.client.queue(queue).enqueue_jobs(

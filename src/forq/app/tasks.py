@@ -6,11 +6,10 @@
 """
 
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Generic, Literal, ParamSpec, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
-from forq.broker.enqueue import NewJob, Update, new_job
+from forq.broker.enqueue import DEFAULT_UPDATE, NewJob, Update, new_job
 from forq.errors import UnknownJob, UsageError
 from forq.job import RUNNING, Job, TaskResult
 from forq.settings import suggestion
@@ -87,8 +86,7 @@ class JobRef(Generic[T]):
         return f"JobRef({self._task.name!r}, queue={self.queue!r}, id={self.id!r})"
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared(Generic[T]):
+class Prepared(NamedTuple, Generic[T]):
     """A job that was checked but not sent yet, for `App.enqueue_many`."""
 
     task: "Task[..., T]"
@@ -106,7 +104,10 @@ class Sender(Generic[P, T]):
 
     def __init__(self, task: "Task[P, T] | None", options: JobOptions) -> None:
         self._task = cast("Task[P, T]", self if task is None else task)
-        self._options = options
+        self._queue = options.get("queue")
+        self._fields: dict[str, Any] = {name: value for name, value in options.items() if name in _JOB_FIELDS}
+        self._update = Update(options["if_exists"]) if "if_exists" in options else DEFAULT_UPDATE
+        self._durable = options.get("durable")
 
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> JobRef[T]:
         """Stores a job that will call the function with these arguments; when it returns, the job is in Redis.
@@ -129,12 +130,10 @@ class Sender(Generic[P, T]):
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Prepared[T]:
         """Checks the arguments and packs the job, for `App.enqueue_many`."""
-        task, options = self._task, self._options
-        data = task.signature.pack(args, kwargs)
-        fields: dict[str, Any] = {name: options[name] for name in _JOB_FIELDS if name in options}  # type: ignore[literal-required]
-        job = new_job(data, type=task.name, **fields)
-        update = Update(options.get("if_exists", "update"))
-        return Prepared(task, options.get("queue", task.queue), job, update, options.get("durable"))
+        task = self._task
+        job = new_job(task.signature.pack(args, kwargs), type=task.name, **self._fields)
+        queue = task.queue if self._queue is None else self._queue
+        return Prepared(task, queue, job, self._update, self._durable)
 
 
 class Task(Sender[P, T]):
