@@ -218,6 +218,9 @@ bench-prototype: tools ## the upper limit of one Python consumer: a bare loop wi
 bench-drain: tools ## drain rate of one worker process against RQ, Huey and Dramatiq
 	$(BIN)/python benchmarks/drain.py
 
+bench-tasks: tools ## a typed task against a plain handler, and against Taskiq, Dramatiq and Celery; fails if the task is too slow
+	$(BIN)/python benchmarks/tasks.py
+
 bench-layouts: tools ## four layouts of job records in Redis, compared
 	$(BIN)/python benchmarks/layouts.py
 

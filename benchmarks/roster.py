@@ -56,7 +56,7 @@ def _python(*packages: str, undeclared: tuple[str, ...] = ()) -> Callable[[Peer]
 
 
 def _forq(peer: Peer) -> None:
-    peer.command = [sys.executable, str(PROGRAMS / "forq_peer.py")]
+    peer.command = [sys.executable, str(PROGRAMS / f"{peer.name.replace(' ', '_')}_peer.py")]
     peer.environ = {"PYTHONPATH": ":".join(filter(None, [str(PROGRAMS), os.environ.get("PYTHONPATH")]))}
     peer.version = f"forq {VERSION}"
 
@@ -108,3 +108,9 @@ def roster() -> list[Peer]:
         Peer("arq", "max_jobs 100, no results; bulk: 100 calls at a time", same, 500, _python("arq")),
         Peer("rq", "SimpleWorker, result_ttl 0", "Worker (forks per job), Retry(max=3)", 180, _python("rq")),
     ]
+
+
+def task_roster() -> list[Peer]:
+    """A forq task, a forq handler, and the Python peers with typed tasks: the same job with two typed arguments."""
+    task = Peer("forq task", "app.task, defaults", "the same", 50_000, _forq, polite=True)
+    return [task, *(peer for peer in roster() if peer.name in {"forq", "taskiq", "dramatiq", "celery"})]

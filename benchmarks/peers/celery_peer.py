@@ -16,11 +16,11 @@ app.conf.update(
     worker_hijack_root_logger=False,
     task_default_queue="bench",
 )
-noop = app.task(name="noop")(job_run.run)
+noop = app.task(name="noop")(job_run.typed if verbs.TYPED else job_run.run)
 
 
-def send(argument):
-    noop.delay(argument)
+def send(*arguments):
+    noop.delay(*arguments)
 
 
 def work():

@@ -11,7 +11,7 @@ from dramatiq.worker import Worker
 
 broker = RedisBroker(url=f"unix://{verbs.SOCKET}", middleware=[Retries()])
 dramatiq.set_broker(broker)
-noop = dramatiq.actor(job_run.run, actor_name="noop", queue_name="bench")
+noop = dramatiq.actor(job_run.typed if verbs.TYPED else job_run.run, actor_name="noop", queue_name="bench")
 
 
 def work():

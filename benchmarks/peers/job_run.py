@@ -15,6 +15,16 @@ _numbers = itertools.count(1)  # counts without a lock in threads, too
 _fd = -1
 
 
+def typed(user: int, subject: str) -> None:
+    """The no-op of tasks.py: two typed arguments."""
+    if next(_numbers) % BLOCK == 0:
+        _write(0)
+
+
+async def typed_async(user: int, subject: str) -> None:
+    typed(user, subject)
+
+
 def run(argument):
     if seconds := _begin(argument):
         time.sleep(seconds)

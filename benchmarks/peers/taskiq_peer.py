@@ -9,7 +9,7 @@ from taskiq_redis import ListQueueBroker, RedisStreamBroker
 
 kind = RedisStreamBroker if verbs.DURABLE else ListQueueBroker
 broker = kind(f"unix://{verbs.SOCKET}", queue_name="bench")
-noop = broker.task(task_name="noop")(job_run.run_async)
+noop = broker.task(task_name="noop")(job_run.typed_async if verbs.TYPED else job_run.run_async)
 
 
 def work():

@@ -6,7 +6,8 @@
     NAME_peer.py work                consume until killed
 
 From the environment: BENCH_SOCKET; BENCH_CONCURRENCY (a number; 0: what is fastest); BENCH_DURABLE=1: the settings
-under which the peer loses least. Without a bulk call, `bulk` enqueues one by one.
+under which the peer loses least; BENCH_TYPED=1: jobs with two typed arguments instead of a dict. Without a bulk call,
+`bulk` enqueues one by one.
 """
 
 import asyncio
@@ -18,6 +19,8 @@ import time
 SOCKET = os.environ.get("BENCH_SOCKET", "")
 CONCURRENCY = int(os.environ.get("BENCH_CONCURRENCY", "0"))
 DURABLE = os.environ.get("BENCH_DURABLE") == "1"
+TYPED = os.environ.get("BENCH_TYPED") == "1"
+SUBJECT = "welcome"
 CHUNK = 1000
 WARM_UP = 20
 
@@ -59,12 +62,20 @@ async def _call(function, argument):
         await result
 
 
+def _typed(send):
+    return lambda argument: send(argument["n"], SUBJECT)
+
+
 def main(send, send_many, work, prepare=None):
-    """`prepare`: run first, in the event loop of the verbs that enqueue. `work`: an ordinary function."""
+    """`send`: takes the arguments of a job. `send_many`: takes a list of dicts. `prepare`: run first, in the event loop
+    of the verbs that enqueue. `work`: an ordinary function."""
     verb, *rest = sys.argv[1:]
     if verb == "work":
         work()
         return
+
+    if TYPED:
+        send = _typed(send)
 
     async def enqueue():
         if prepare is not None:

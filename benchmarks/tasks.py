@@ -1,0 +1,98 @@
+"""A typed task of forq against a plain handler, and against tasks of Taskiq, Dramatiq and Celery.
+
+    python benchmarks/tasks.py [--rounds 3] [--no-peers]
+
+Each job has two typed arguments and does nothing. All run on one server, interleaved, in three rounds. The table
+shows medians. Exits with 1 if a task is more than 15 % slower than a handler at enqueue or drain, or takes more than
+twice as long at bulk enqueue.
+"""
+
+import argparse
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.compare import Run, use_redis_of_debian
+from benchmarks.installing import Unavailable
+from benchmarks.measures import MEASURES, Effort
+from benchmarks.roster import Peer, task_roster
+from benchmarks.tables import markdown, number
+from forq.procs.treekill import become_subreaper
+from tests.support.drive.server import Server
+
+EFFORT = Effort(1.5, 1.5, 0, 0.0, 0.0, 0.0, (), 0, patience_seconds=60.0)
+# The least share of the handler's rate that a task may have.
+LEAST_SHARE = {"enqueue": 0.85, "bulk": 0.5, "drain": 0.85}
+
+
+def installed(peers: list[Peer]) -> list[Peer]:
+    found = []
+    for peer in peers:
+        try:
+            peer.install(peer)
+            found.append(peer)
+        except Unavailable as exc:
+            print(f"left out: {peer.name}: {exc}", file=sys.stderr)
+    return found
+
+
+def rates(run: Run) -> dict[str, dict[str, float]]:
+    """Jobs per second, by peer and measure."""
+    summaries: dict[str, dict[str, Any]] = run.summaries()
+    return {
+        peer: {name: found["per_second"] for name, found in measures.items() if "per_second" in found}
+        for peer, measures in summaries.items()
+    }
+
+
+def table(found: dict[str, dict[str, float]]) -> str:
+    rows = [[peer, *(number(measures.get(name)) for name in LEAST_SHARE)] for peer, measures in found.items()]
+    return markdown(["", *(f"{name} /s" for name in LEAST_SHARE)], rows)
+
+
+def too_slow(found: dict[str, dict[str, float]]) -> list[str]:
+    """The measures in which a task is slower than allowed."""
+    task, handler = found["forq task"], found["forq"]
+    return [
+        f"{name}: a task reaches {task[name] / handler[name]:.0%} of a handler's rate, at least {share:.0%} is required"
+        for name, share in LEAST_SHARE.items()
+        if task[name] < share * handler[name]
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-peers", action="store_true", help="only forq's task and handler")
+    given = parser.parse_args()
+    peers = [peer for peer in task_roster() if peer.name.startswith("forq") or not given.no_peers]
+    peers = installed(peers)
+    for peer in peers:
+        peer.environ["BENCH_TYPED"] = "1"
+    use_redis_of_debian()
+    become_subreaper()
+    server = Server()
+    run = Run(server, EFFORT, given.rounds, repeats=1, deadline=time.monotonic() + 600)
+    try:
+        server.start()
+        run.series({name: MEASURES[name] for name in LEAST_SHARE}, peers)
+    finally:
+        server.remove()
+    for trial in run.trials:
+        if trial.error:
+            print(f"failed: {trial.peer}, {trial.measure}: {trial.error}", file=sys.stderr)
+    found = rates(run)
+    print(f"\n{table(found)}\n")
+    disturbed = sum(trial.disturbed for trial in run.trials)
+    print(f"{disturbed} of {len(run.trials)} trials were disturbed; load average {os.getloadavg()[0]:.2f}")
+    slow = too_slow(found)
+    print("\n".join(slow) or "a task is as fast as required")
+    sys.exit(bool(slow))
+
+
+if __name__ == "__main__":
+    main()
