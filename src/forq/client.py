@@ -265,7 +265,8 @@ class Queue:
         self, jobs: Iterable[NewJob], *, if_exists: str = "update", durable: str | None = None
     ) -> list[str]:
         """The same for jobs made with `forq.client.new_job(data, id=…, priority=…, token=…, run_at=…)`."""
-        return self._producer().enqueue_many(jobs, Update(if_exists), durable)
+        update = DEFAULT_UPDATE if if_exists == "update" else Update(if_exists)
+        return self._producer().enqueue_many(jobs, update, durable)
 
     def cancel(self, id: str) -> bool:
         """Removes a waiting, scheduled or blocked job; False if it runs, has ended or never existed."""

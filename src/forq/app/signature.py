@@ -96,6 +96,8 @@ class Signature:
         """The positional and keyword arguments of the call; raises ArgumentsDoNotFit."""
         if not self._resolved:
             self._resolve()
+        if self._all_native(data):
+            return [], data
         if type(data) is not dict:
             raise self._do_not_fit(f"the data is {type(data).__name__}, expected an object of arguments by name")
         arguments: dict[str, Any] = {}
@@ -172,6 +174,7 @@ class Signature:
             raise InvalidTask(f"task {self._task_name}: {exc}") from exc
         self._converters = converters
         self._packs = [converters[name].pack for name in self._names]
+        self._native = {name: converters[name].native for name in self._names}
         self._more_converter = more
         self._result = result
         self._resolved = True
@@ -204,6 +207,16 @@ class Signature:
                 )
         assert self._more_converter is not None
         packed.update(self._more_converter.pack(more))
+
+    def _all_native(self, data: Any) -> bool:
+        """Whether the data are the keyword arguments as they are, which is the common case."""
+        if type(data) is not dict or self._positional_only:
+            return False
+        native = self._native
+        for name, value in data.items():
+            if name not in native or type(value) not in native[name]:
+                return False
+        return self._required <= data.keys()
 
     def _take(self, name: str, arguments: dict[str, Any]) -> Any:
         """Removes an argument for a positional place; a parameter added since has its default."""

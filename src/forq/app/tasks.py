@@ -115,7 +115,7 @@ class Sender(Generic[P, T]):
         Arguments that do not fit the function's signature or annotations raise a TypeError here.
         """
         prepared = self.prepare(*args, **kwargs)
-        (id,) = self._task.app.client.queue(prepared.queue).enqueue_jobs(
+        (id,) = self._task.app.client_queue(prepared.queue).enqueue_jobs(
             [prepared.job], if_exists=prepared.update.if_exists, durable=prepared.durable
         )
         return prepared.ref(id)
@@ -171,12 +171,18 @@ class Task(Sender[P, T]):
         return JobRef(self, queue or self.queue, id)
 
     def run_job(self, data: Any, job: Job) -> Any:
-        """In a worker: calls the function with the stored arguments. Returns a TaskResult."""
+        """In a worker: calls the function with the stored arguments. Returns a TaskResult, or None."""
         args, kwargs = self.signature.unpack(data)
         before = RUNNING.set(job)
         try:
-            with self.app.hooks_around(job):
+            if self.app.has_hooks:
+                with self.app.hooks_around(job):
+                    result = self.function(*args, **kwargs)
+            else:
                 result = self.function(*args, **kwargs)
+            # Most tasks return nothing, which needs no packing.
+            if result is None and not self.signature.keeps_result:
+                return None
             return TaskResult(result, self.signature.pack_result)
         except self.dead_on as exc:
             _make_permanent(exc)
