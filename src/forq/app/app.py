@@ -51,7 +51,7 @@ class App:
         self._url = url
         self._prefix = prefix
         self._hooks = Hooks(self.name)
-        self.has_hooks = False
+        self._has_hooks = False
         self._client: Client | None = None
         self._queues: dict[str, Queue] = {}
         self._async_client: AsyncClient | None = None
@@ -65,7 +65,7 @@ class App:
                 self._client = self._client or Client(self._url, prefix=self._prefix)
         return self._client
 
-    def client_queue(self, name: str) -> Queue:
+    def _client_queue(self, name: str) -> Queue:
         """The same Queue for the same name: it keeps what it needs for the next call."""
         queue = self._queues.get(name)
         if queue is None:
@@ -129,7 +129,7 @@ class App:
             groups.setdefault((queue, update.if_exists, durable), []).append(number)
         refs: list[JobRef[R] | None] = [None] * len(prepared)
         for (queue, if_exists, durable), numbers in groups.items():
-            ids = self.client_queue(queue).enqueue_jobs(
+            ids = self._client_queue(queue).enqueue_jobs(
                 (prepared[number].job for number in numbers), if_exists=if_exists, durable=durable
             )
             for number, id in zip(numbers, ids, strict=True):
@@ -148,7 +148,7 @@ class App:
         entered in the order of their registration. An async hook needs an app whose tasks are all async.
         """
         self._hooks.add(hook, [task.name for task in self.tasks.values() if not isinstance(task, AsyncTask)])
-        self.has_hooks = True
+        self._has_hooks = True
         return hook
 
     def hooks_around(self, job: Job) -> AbstractContextManager[object]:

@@ -115,7 +115,7 @@ class Sender(Generic[P, T]):
         Arguments that do not fit the function's signature or annotations raise a TypeError here.
         """
         prepared = self.prepare(*args, **kwargs)
-        (id,) = self._task.app.client_queue(prepared.queue).enqueue_jobs(
+        (id,) = self._task.app._client_queue(prepared.queue).enqueue_jobs(
             [prepared.job], if_exists=prepared.update.if_exists, durable=prepared.durable
         )
         return prepared.ref(id)
@@ -175,7 +175,7 @@ class Task(Sender[P, T]):
         args, kwargs = self.signature.unpack(data)
         before = RUNNING.set(job)
         try:
-            if self.app.has_hooks:
+            if self.app._has_hooks:
                 with self.app.hooks_around(job):
                     result = self.function(*args, **kwargs)
             else:
