@@ -7,8 +7,9 @@ import asyncio
 import logging
 import math
 import os
+import time
 import traceback
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import nullcontext
 from datetime import datetime
 from types import CoroutineType
@@ -17,12 +18,13 @@ from typing import Any, NamedTuple, cast
 import orjson
 
 import forq
+from forq.broker.claim import Limits
 from forq.broker.enqueue import MAX_SECONDS
 from forq.broker.record import pack_data, unpack
-from forq.errors import ForqError, InvalidData
+from forq.errors import MAX_SNOOZE_SECONDS, ForqError, InvalidData, Snooze
 from forq.job import Job, Reporter, TaskResult
 from forq.output.writer import CURRENT_JOB
-from forq.procs.scoreboard import POSITION, Slot
+from forq.procs.scoreboard import POSITION, STARTED, TIMEOUT, Slot
 from forq.workers.exec_handlers import MAX_NAME, ProgramFailed
 from forq.workers.handlers import Handlers, class_name, exit_if_forked_from, safe_text
 from forq.workers.tracing import Tracing
@@ -37,6 +39,11 @@ MAX_REASON = 300
 NO_RESULT = b"!"
 # A coroutine is cancelled at its deadline; if it still runs after this time, its process is killed.
 CANCEL_MS = 1000
+# Job.should_stop is true when this part of the timeout is left, but not earlier than STOP_EARLY_MS before the end.
+STOP_EARLY_PART = 10
+STOP_EARLY_MS = 5000
+# Of a subclass of Snooze that has no valid `seconds`.
+DEFAULT_SNOOZE_SECONDS = 60.0
 
 _NO_SPAN = nullcontext()
 _FORQ_AND_ASYNCIO = tuple(f"{os.path.dirname(str(module.__file__))}{os.sep}" for module in (forq, asyncio))
@@ -74,6 +81,11 @@ class AttemptRunner:
     ) -> None:
         self.timeout_seconds = 0.0
         self.max_result_bytes = 0
+        # Of the batch; set by the loop.
+        self.limits: Limits | None = None
+        self.stopping: Callable[[], bool] = _never
+        # Position of the job that was asked to end.
+        self.killed = 0
         # Of the last attempt, if it succeeded and the queue keeps results.
         self.result: bytes | None = None
         # Of the last attempt, if it failed. The loop clears it: it holds the handler's variables.
@@ -92,7 +104,7 @@ class AttemptRunner:
         try:
             data, job = self._read(job_id, record, fence)
             if self._slot is not None:
-                job._reporter, job._position = self._reporter, self._slot.words[POSITION]
+                job._reporter, job._position, job._attempts = self._reporter, self._slot.words[POSITION], self
             with _NO_SPAN if self._tracing is None else self._tracing.attempt(job):
                 result = self._handlers.for_type(job.type)(data, job)
                 # Not isinstance, which a user's class may override.
@@ -104,10 +116,35 @@ class AttemptRunner:
             exit_if_forked_from(self._pid)
             strip_forq_frames(exc)
             self.raised = exc
-            return describe_failure(exc)
+            return describe_failure(exc, self._server_ms(fence))
         finally:
             exit_if_forked_from(self._pid)
         return None
+
+    def should_stop(self, position: int) -> bool:
+        """See Job.should_stop."""
+        if self._slot is None:
+            return False
+        words = self._slot.words
+        if self.stopping() or position == self.killed or words[POSITION] != position:
+            return True
+        timeout_ms = words[TIMEOUT]
+        if not timeout_ms:
+            return False
+        allowed_ms = timeout_ms - min(timeout_ms // STOP_EARLY_PART, STOP_EARLY_MS)
+        return time.monotonic_ns() - words[STARTED] >= allowed_ms * 1_000_000
+
+    def max_retries(self) -> int | None:
+        """Retries allowed for the running job, in both lanes; None: unknown."""
+        limits = self.limits
+        in_main: int | None = getattr(limits, "max_retries", None)
+        return None if in_main is None else in_main + int(getattr(limits, "retry_lane_retries", 0))
+
+    def _server_ms(self, fence: int) -> int:
+        """The server's clock, in epoch ms: a fence is its time at the claim, shortly before the start of the job."""
+        if self._slot is None:
+            return time.time_ns() // 1_000_000
+        return fence // 1000 + (time.monotonic_ns() - self._slot.words[STARTED]) // 1_000_000
 
     def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
         return read_job(self.queue, job_id, record, fence)
@@ -174,7 +211,12 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
     identifier = record.identifier or job_id
     enqueued_at = record.enqueued_ms / 1000
     about = (identifier, record.type, record.priority, enqueued_at)
-    return record.data, Job(queue, job_id, *about, fence, counts, record.trace)
+    snoozes, tick_ms = getattr(record, "snoozes", 0), getattr(record, "tick_ms", None)
+    return record.data, Job(queue, job_id, *about, fence, counts, record.trace, snoozes, tick_ms)
+
+
+def _never() -> bool:
+    return False
 
 
 async def _tagged_with_job(job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -231,8 +273,10 @@ def _no_result(reason: str) -> bytes:
     return NO_RESULT + " ".join(str.split(reason))[:MAX_REASON].encode("utf-8", "replace")
 
 
-def describe_failure(exc: BaseException) -> Failure:
-    """Name, message, kind and traceback of an exception, as text only."""
+def describe_failure(exc: BaseException, now_ms: int = 0) -> Failure:
+    """Name, message, kind and traceback of an exception, as text only. `now_ms`: the server's clock, for Snooze."""
+    if issubclass(type(exc), Snooze):
+        return _describe_snooze(exc, now_ms)
     late = issubclass(type(exc), _DeadlinePassed)
     name = "TimeoutError" if late else safe_text(lambda: _error_name(exc))[:MAX_NAME]
     kind = "permanent" if safe_text(lambda: getattr(exc, "kind", None)) == "permanent" else "retriable"
@@ -245,6 +289,19 @@ def describe_failure(exc: BaseException) -> Failure:
     }
     error = {**brief, "traceback": safe_text(lambda: _traceback(exc))[-MAX_TRACEBACK:]}
     return Failure(orjson.dumps(error), orjson.dumps(brief), kind, _retry_at_ms(exc))
+
+
+def _describe_snooze(exc: BaseException, now_ms: int) -> Failure:
+    """Without traceback: it is not an error."""
+    # A subclass may have no `seconds`, or any value there.
+    try:
+        seconds = min(max(float(exc.seconds), 0.0), MAX_SNOOZE_SECONDS)  # type: ignore[attr-defined]
+    except BaseException:
+        seconds = DEFAULT_SNOOZE_SECONDS
+    message = safe_text(lambda: str(exc))[:MAX_MESSAGE]
+    brief = orjson.dumps({"name": "Snooze", "message": message, "kind": "snooze"})
+    error = orjson.dumps({"name": "Snooze", "message": message, "kind": "snooze", "traceback": ""})
+    return Failure(error, brief, "snooze", now_ms + math.ceil(seconds * 1000))
 
 
 def strip_forq_frames(exc: BaseException) -> None:

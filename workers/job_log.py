@@ -17,7 +17,7 @@ from contextvars import Context, copy_context
 from dataclasses import dataclass, field, replace
 
 from forq.broker.scripts import Fate, headline
-from forq.errors import RetryAt
+from forq.errors import Reschedule
 from forq.output.streams import count_logged_lines, write_past_logging
 from forq.output.writer import CURRENT_JOB
 from forq.workers.attempt import Failure
@@ -47,12 +47,12 @@ class FailedAttempt:
     of_fail_handler: bool
     # The outcome, or why it is unknown.
     outcome: Fate | str = ""
-    # The handler raised RetryAt.
+    # The handler raised Snooze or RetryAt.
     retry_requested: bool = field(init=False)
     logged: bool = False
 
     def __post_init__(self) -> None:
-        self.retry_requested = self.raised is not None and issubclass(type(self.raised), RetryAt)
+        self.retry_requested = self.raised is not None and issubclass(type(self.raised), Reschedule)
 
     @property
     def final(self) -> bool:
@@ -67,7 +67,7 @@ class FailedAttempt:
     def headline(self) -> str:
         happened = "timed out" if self.failure.kind == "timeout" else "failed"
         if self.retry_requested and not self.final:
-            happened = "requested a retry"
+            happened = "snoozed" if self.failure.kind == "snooze" else "requested a retry"
         return headline(self.queue, self.job, self.outcome, happened, of_fail_handler=self.of_fail_handler)
 
     def record(self) -> logging.LogRecord:

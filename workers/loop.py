@@ -138,6 +138,7 @@ class WorkerLoop:
         self._dropped_count = self._next_dropped_log_ns = 0
         self._now = clock_ns
         self._stop = threading.Event()
+        attempts.stopping = self._stop.is_set
         self._number = 0
         self._want = self._want_when_idle = 1
         # Halved after a slow job; grows by a quarter with each batch without one.
@@ -346,6 +347,7 @@ class WorkerLoop:
         """Applies the queue's current timeout and result limit. The supervisor enforces the timeout; it is notified
         if it has no timer for this worker yet."""
         words, timeout_ms = self.slot.words, self._limits.timeout_ms
+        self._attempts.limits = self._limits
         self._attempts.max_result_bytes = self._limits.max_result_bytes
         changed = words[TIMEOUT] != timeout_ms
         words[TIMEOUT] = timeout_ms

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from forq.app.tasks import JobRef
     from forq.async_client import AsyncClient, AsyncQueue
     from forq.client import Client, Queue
-    from forq.errors import ForqError, Permanent, RetryAt
+    from forq.errors import ForqError, Permanent, Reschedule, RetryAt, Snooze
     from forq.job import Job, current_job
 
 _MODULES = {
@@ -22,7 +22,9 @@ _MODULES = {
     "Queue": "forq.client",
     "ForqError": "forq.errors",
     "Permanent": "forq.errors",
+    "Reschedule": "forq.errors",
     "RetryAt": "forq.errors",
+    "Snooze": "forq.errors",
     "Job": "forq.job",
     "JobRef": "forq.app.tasks",
     "current_job": "forq.job",
@@ -38,7 +40,9 @@ __all__ = [
     "JobRef",
     "Permanent",
     "Queue",
+    "Reschedule",
     "RetryAt",
+    "Snooze",
     "__version__",
     "current_job",
 ]

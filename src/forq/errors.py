@@ -3,6 +3,13 @@
 Each class has a `code`, its name on the control socket, and the exit code that forqctl ends with.
 """
 
+# typing.TYPE_CHECKING would import typing; forqctl imports this module at its start.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from datetime import timedelta
+
+MAX_SNOOZE_SECONDS = 365 * 86400
+
 
 class ExitCode:
     """Exit codes of `forq run`, and of a queue's child to the supervisor."""
@@ -284,8 +291,32 @@ class Permanent(ForqError):
     kind = "permanent"
 
 
-class RetryAt(ForqError):
-    """Raised by a handler: try again at `retry_at` (epoch seconds, or a datetime with a time zone)."""
+class Reschedule(ForqError):
+    """Base of the exceptions that a handler raises to run its job again later: Snooze and RetryAt."""
+
+    code = "reschedule"
+
+
+class Snooze(Reschedule):
+    """Raised by a handler: run the job again in `seconds` (a number, or a timedelta). Not a failure: the attempt is not
+    counted. A job may be snoozed 1,000 times."""
+
+    code = "snooze"
+
+    def __init__(self, seconds: "float | timedelta", message: str = "") -> None:
+        given = seconds if isinstance(seconds, int | float) else getattr(seconds, "total_seconds", str)()
+        if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= MAX_SNOOZE_SECONDS:
+            raise UsageError(
+                f"Snooze({seconds!r:.100}) is not allowed: seconds from 0 to {MAX_SNOOZE_SECONDS} (365 days), or a "
+                "timedelta; for a time of day: raise RetryAt(when)"
+            )
+        super().__init__(message or f"again in {given:g} s")
+        self.seconds = float(given)
+
+
+class RetryAt(Reschedule):
+    """Raised by a handler: the attempt has failed; try again at `retry_at` (epoch seconds, or a datetime with a time
+    zone)."""
 
     code = "retry_at"
 
@@ -306,5 +337,7 @@ def _subclasses(cls: type[ForqError]) -> list[type[ForqError]]:
     return [cls, *(deeper for sub in cls.__subclasses__() for deeper in _subclasses(sub))]
 
 
-# Without RetryAt, which only handlers raise and which cannot be built from a message.
-BY_CODE: dict[str, type[ForqError]] = {cls.code: cls for cls in reversed(_subclasses(ForqError)) if cls is not RetryAt}
+# Without those that only handlers raise and that cannot be built from a message.
+BY_CODE: dict[str, type[ForqError]] = {
+    cls.code: cls for cls in reversed(_subclasses(ForqError)) if not issubclass(cls, Reschedule)
+}

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextvars import ContextVar
+from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
@@ -69,12 +70,23 @@ class Reporter(Protocol):
     def report(self, position: int, job_id: str, fence: int, fraction: float, text: str) -> None: ...
 
 
+class Attempts(Protocol):
+    """The worker that runs a job. `position`: as for Reporter."""
+
+    def should_stop(self, position: int) -> bool: ...
+
+    def max_retries(self) -> int | None:
+        """Retries allowed for the running job; None: unknown."""
+
+
 class Job:
     """Everything about a job except its data, which the handler gets as its first argument."""
 
     __slots__ = (
+        "_attempts",
         "_position",
         "_reporter",
+        "_tick_ms",
         "enqueued_at",
         "fence",
         "id",
@@ -82,6 +94,7 @@ class Job:
         "priority",
         "queue",
         "retry_count",
+        "snoozes",
         "stall_count",
         "timeout_count",
         "trace",
@@ -99,6 +112,8 @@ class Job:
         fence: int,
         counts: tuple[int, int, int] = (0, 0, 0),
         trace: TraceContext | None = None,
+        snoozes: int = 0,
+        tick_ms: int | None = None,
     ) -> None:
         self.queue = queue
         self.id = id
@@ -112,9 +127,42 @@ class Job:
         self.retry_count, self.stall_count, self.timeout_count = counts
         # Of the span that enqueued the job, if any.
         self.trace = trace
+        # How often it was snoozed.
+        self.snoozes = snoozes
+        # Of the schedule that made the job: epoch ms.
+        self._tick_ms = tick_ms
         # Set by the worker.
+        self._attempts: Attempts | None = None
         self._reporter: Reporter | None = None
         self._position = 0
+
+    @property
+    def attempt(self) -> int:
+        """The number of this attempt, from 1. Snoozed and interrupted attempts are not counted."""
+        return self.retry_count + self.stall_count + self.timeout_count + 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the job will be dead if this attempt fails."""
+        allowed = None if self._attempts is None else self._attempts.max_retries()
+        return allowed is not None and self.retry_count >= allowed
+
+    @property
+    def should_stop(self) -> bool:
+        """Whether the handler should end soon: its process is stopping, the job was killed or has ended, or little of
+        its timeout is left (a tenth, at most 5 seconds). Costs less than a microsecond: meant for tight loops."""
+        return self._attempts is not None and self._attempts.should_stop(self._position)
+
+    @property
+    def run_id(self) -> str:
+        """Identifies one run of the job: the same in all its attempts, another one after a retry of the dead job or a
+        new dispatch with the same id."""
+        return f"{self.id}@{round(self.enqueued_at * 1000)}"
+
+    @property
+    def tick(self) -> datetime | None:
+        """The time for which a schedule made this job, in UTC; None if none did."""
+        return None if self._tick_ms is None else datetime.fromtimestamp(self._tick_ms / 1000, UTC)
 
     def progress(self, fraction: float, text: str = "") -> None:
         """Reports the job's progress: a fraction from 0 to 1, and an optional text (cut at 200 characters).
@@ -131,7 +179,7 @@ class Job:
         """Without the reporter, which belongs to this process."""
         counts = (self.retry_count, self.stall_count, self.timeout_count)
         about = (self.queue, self.id, self.identifier, self.type, self.priority, self.enqueued_at, self.fence, counts)
-        return Job, (*about, self.trace)
+        return Job, (*about, self.trace, self.snoozes, self._tick_ms)
 
     def __repr__(self) -> str:
         return f"Job(queue={self.queue!r}, id={self.id!r}, identifier={self.identifier!r}, fence={self.fence})"

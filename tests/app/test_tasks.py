@@ -12,7 +12,7 @@ import pytest
 import forq
 from forq.app.tasks import JobRef
 from forq.client import Client
-from forq.errors import InvalidData, InvalidTask, Permanent, UsageError
+from forq.errors import InvalidData, InvalidTask, Snooze, UsageError
 from forq.job import Job
 from tests.support.drive.one_queue import OneQueue, one_queue
 
@@ -127,7 +127,7 @@ def test_jobs_under_an_alias_run_too() -> None:
 
 
 def test_an_unknown_task_is_named_with_the_known_ones() -> None:
-    with pytest.raises(Permanent, match="no task 'nothing'; it has: book, digest, send"):
+    with pytest.raises(Snooze, match="no task 'nothing'; it has: book, digest, send"):
         run("nothing", {})
 
 

@@ -6,11 +6,12 @@ import re
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from forq import Job, Queue
+from forq import Job, Queue, Snooze
 from forq.errors import NoReplica
 from tests.docs.pages import PAGES, ROOT, Block, blocks
 from tests.support.drive.supervisor import Forq, running
@@ -29,7 +30,7 @@ def examples(page: str) -> list[Block]:
     return [block for block in EXAMPLES if block.page == ROOT / page]
 
 
-HANDLER, ASYNC_HANDLER = examples("docs/guide/handlers.md")
+HANDLER, LONG_HANDLER, ASYNC_HANDLER = examples("docs/guide/handlers.md")
 TASKS, ENQUEUEING, HOOK = examples("docs/guide/apps.md")
 (FAIL_HANDLER,) = examples("docs/guide/retries-and-failures.md")
 (PRODUCING,) = examples("docs/guide/producing.md")
@@ -38,7 +39,7 @@ TASKS, ENQUEUEING, HOOK = examples("docs/guide/apps.md")
 (SCHEDULES,) = examples("docs/guide/schedules.md")
 (RELEASES,) = examples("docs/guide/releases.md")
 CLIENT, ASYNC_CLIENT, DEAD_JOBS, DRAIN, BULK = examples("docs/reference/python.md")
-HANDLER_BLOCKS = (HANDLER, ASYNC_HANDLER, FAIL_HANDLER, TASKS, HOOK)
+HANDLER_BLOCKS = (HANDLER, LONG_HANDLER, ASYNC_HANDLER, FAIL_HANDLER, TASKS, HOOK)
 RUN_BLOCKS = (
     ENQUEUEING,
     PRODUCING,
@@ -158,6 +159,24 @@ def test_the_handlers_of_the_guide_run(forq: Forq, queue: Callable[[str], Queue]
     wait_until(lambda: "bad failed: Permanent: no recipient" in forq.ctl("logs", "mails"), what="fail handler")
     pages = queue("pages")
     assert pages.wait(pages.enqueue({"url": "http://example.org"}), timeout=30) == 200
+
+
+def test_the_long_handler_of_the_guide_continues_where_it_stopped() -> None:
+    stored: list[int] = []
+    saved: dict[str, int] = {}
+    names = execute(
+        LONG_HANDLER,
+        rows_after=lambda number: range(number + 1, 10),
+        saved_position=lambda run: saved.get(run, -1),
+        store=lambda row: stored.append(row),
+        save_position=saved.__setitem__,
+    )
+    job: Any = SimpleNamespace(run_id="j1@1", should_stop=True)
+    with pytest.raises(Snooze):
+        names["import_rows"](None, job)
+    job.should_stop = False
+    names["import_rows"](None, job)
+    assert stored == list(range(10))
 
 
 def test_the_tasks_of_the_guide_run(

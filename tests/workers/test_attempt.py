@@ -1,13 +1,19 @@
 """One attempt: the arguments of the handler, and every possible outcome."""
 
 import asyncio
+import pickle
+import time
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import orjson
 import pytest
 
-from forq import Job, Permanent, RetryAt
+from forq import Job, Permanent, RetryAt, Snooze
+from forq.broker.claim import Limits
 from forq.broker.record import pack_body
+from forq.errors import UsageError
+from forq.procs.scoreboard import Scoreboard, Slot, pack_position
 from forq.workers.attempt import AttemptRunner, read_job
 from forq.workers.handlers import Handlers
 
@@ -172,6 +178,80 @@ def test_only_a_valid_retry_time_of_an_exception_is_used(retry_at: Any, expected
     failure = AttemptRunner("q", Handlers({"mail": handle})).run("id1", PLAIN, 9)
     assert failure is not None
     assert failure.retry_at_ms == expected
+
+
+def slot_with_job(started_ns: int, timeout_ms: int) -> Slot:
+    board = Scoreboard.create(1)
+    slot = board.slot(board.take())
+    slot.started_ns, slot.timeout_ms = started_ns, timeout_ms
+    slot.position = pack_position(started_ns, 1, 0, True)
+    return slot
+
+
+class TooSleepy(Snooze):
+    def __init__(self) -> None:
+        """Sets no seconds."""
+
+
+@pytest.mark.parametrize(
+    ("snooze", "seconds"),
+    [(Snooze(30), 30), (Snooze(0.5), 0.5), (Snooze(timedelta(minutes=5), "busy"), 300), (TooSleepy(), 60)],
+)
+def test_a_snooze_is_relative_to_the_time_of_the_server(snooze: Snooze, seconds: float) -> None:
+    def handle(data: Any, job: Job) -> None:
+        raise snooze
+
+    slot = slot_with_job(time.monotonic_ns() - 2 * 10**9, 0)
+    claimed_ms = 1_600_000_000_000
+    failure = AttemptRunner("q", Handlers({"mail": handle}), slot).run("id1", PLAIN, claimed_ms * 1000)
+    assert failure is not None
+    assert (failure.kind, orjson.loads(failure.error)["traceback"]) == ("snooze", "")
+    assert failure.retry_at_ms is not None
+    assert 0 <= failure.retry_at_ms - claimed_ms - 2000 - seconds * 1000 < 1000
+
+
+@pytest.mark.parametrize("seconds", [-1, float("nan"), 1e9, "soon", None, True])
+def test_an_invalid_snooze_says_what_is_allowed(seconds: Any) -> None:
+    with pytest.raises(UsageError, match="seconds from 0 to 31536000"):
+        Snooze(seconds)
+
+
+def test_attributes_of_a_job_that_runs() -> None:
+    jobs: list[Job] = []
+    attempts = AttemptRunner("q", Handlers({None: lambda data, job: jobs.append(job)}), slot_with_job(1, 0))
+    attempts.limits = Limits(0, 1, 0)
+    attempts.run("id1", COUNTED, 9)
+    (job,) = jobs
+    assert (job.attempt, job.run_id, job.tick, job.snoozes) == (7, "id1@1700000000123", None, 0)
+    copy = pickle.loads(pickle.dumps(Job("q", "a", "a", None, 5, 1.5, 9, snoozes=2, tick_ms=1_700_000_000_000)))
+    assert (copy.snoozes, copy.tick, copy.attempt) == (2, datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC), 1)
+    assert (copy.should_stop, copy.is_last) == (False, False)
+
+
+def test_should_stop_follows_the_process_the_deadline_and_the_end_of_the_job() -> None:
+    second = 10**9
+    slot = slot_with_job(time.monotonic_ns() - 50 * second, timeout_ms=0)
+    attempts = AttemptRunner("q", Handlers({}), slot)
+
+    def should_stop() -> bool:
+        return attempts.should_stop(position)
+
+    position = slot.position
+    assert not should_stop()
+    slot.timeout_ms = 60_000
+    assert not should_stop()
+    slot.timeout_ms = 54_000
+    assert should_stop(), "5 s of 54 are left"
+    slot.timeout_ms = 0
+    attempts.stopping = lambda: True
+    assert should_stop()
+    attempts.stopping = lambda: False
+    attempts.killed = position
+    assert should_stop()
+    attempts.killed = 1
+    assert not should_stop()
+    slot.position = position & ~1
+    assert should_stop(), "the job has ended"
 
 
 def test_exception_names_are_truncated_to_200_characters() -> None:

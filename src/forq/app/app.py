@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
 
 from forq.app.hooks import Hooks
 from forq.app.signature import Signature
-from forq.app.tasks import AsyncTask, JobRef, Prepared, RemoteTask, SyncTask, Task
+from forq.app.tasks import AsyncTask, JobRef, Prepared, RemoteTask, SyncTask, Task, later_or_dead
 from forq.client import Client, Queue
-from forq.errors import InvalidTask, Permanent
+from forq.errors import InvalidTask
 from forq.job import Job
 from forq.values import check_queue_name, check_type, shown
 
@@ -163,7 +163,7 @@ class App:
         task = self._by_type.get(job.type or "")
         if task is None:
             known = ", ".join(sorted(self.tasks)) or "none"
-            raise Permanent(f"app {self.name!r} has no task {shown(job.type)}; it has: {known}")
+            raise later_or_dead(job, f"app {self.name!r} has no task {shown(job.type)}; it has: {known}")
         return task.run_job(data, job)
 
     def _register(

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
 from forq.broker.enqueue import DEFAULT_UPDATE, NewJob, Update, new_job
-from forq.errors import UnknownJob, UsageError
+from forq.errors import ArgumentsDoNotFit, ForqError, Permanent, Snooze, UnknownJob, UsageError
 from forq.job import RUNNING, Job, TaskResult
 from forq.settings import suggestion
 from forq.values import shown
@@ -18,6 +18,11 @@ from forq.values import shown
 if TYPE_CHECKING:
     from forq.app.app import App
     from forq.app.signature import Signature
+
+# A job that this version of the app cannot run waits for the other half of a rolling deploy.
+DEPLOY_SECONDS = 600.0
+DEPLOY_SNOOZE_SECONDS = 15.0
+DEPLOY_SNOOZES = 40
 
 P = ParamSpec("P")
 T = TypeVar("T", covariant=True)
@@ -172,7 +177,10 @@ class Task(Sender[P, T]):
 
     def run_job(self, data: Any, job: Job) -> Any:
         """In a worker: calls the function with the stored arguments. Returns a TaskResult, or None."""
-        args, kwargs = self.signature.unpack(data)
+        try:
+            args, kwargs = self.signature.unpack(data)
+        except ArgumentsDoNotFit as exc:
+            raise later_or_dead(job, str(exc)) from exc
         before = RUNNING.set(job)
         try:
             if self.app._has_hooks:
@@ -206,7 +214,10 @@ class AsyncTask(Task[P, T]):
         return cast("Coroutine[Any, Any, T]", self.function(*args, **kwargs))
 
     async def run_job(self, data: Any, job: Job) -> Any:
-        args, kwargs = self.signature.unpack(data)
+        try:
+            args, kwargs = self.signature.unpack(data)
+        except ArgumentsDoNotFit as exc:
+            raise later_or_dead(job, str(exc)) from exc
         RUNNING.set(job)
         try:
             async with self.app.async_hooks_around(job):
@@ -242,6 +253,16 @@ class _ByName:
 
     def unpack_result(self, data: Any) -> Any:
         return data
+
+
+def later_or_dead(job: Job, reason: str) -> ForqError:
+    """The exception for a job that this version of the app cannot run: Snooze while a rolling deploy may be under way,
+    then Permanent."""
+    # A fence is the server's time in µs at the claim, so both times are of the same clock.
+    young = job.fence / 1e6 - job.enqueued_at < DEPLOY_SECONDS
+    if young or job.snoozes < DEPLOY_SNOOZES:
+        return Snooze(DEPLOY_SNOOZE_SECONDS, f"{reason}; waiting for a worker that knows it")
+    return Permanent(reason)
 
 
 def _make_permanent(exc: BaseException) -> None:
