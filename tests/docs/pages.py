@@ -9,6 +9,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted(ROOT.glob("docs/**/*.md"))]
 # Written by `make reference` and `make settings`.
 GENERATED = {ROOT / "docs/reference/forqctl.md", ROOT / "docs/reference/settings.md"}
+# Run by test_app_guides.
+APP_GUIDES = [ROOT / "docs/guide" / f"{name}.md" for name in ("async", "task-results", "hooks")]
 
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -66,3 +68,16 @@ def anchors(page: Path) -> set[str]:
 
 def code_spans(page: Path) -> list[str]:
     return re.findall(r"`([^`\n]+)`", _FENCE.sub("", page.read_text()))
+
+
+def rows(page: Path, last_column: str) -> Iterator[list[str]]:
+    """The rows of the tables whose last column has this heading."""
+    inside = False
+    for line in _FENCE.sub("", page.read_text()).splitlines():
+        if not line.startswith("|"):
+            inside = False
+            continue
+        cells = [cell.strip() for cell in line.strip().strip("|").split("|")]
+        if inside and not set(line) <= set("|-"):
+            yield cells
+        inside = inside or cells[-1] == last_column

@@ -13,14 +13,14 @@ import pytest
 
 from forq import Job, Queue, Snooze
 from forq.errors import NoReplica
-from tests.docs.pages import PAGES, ROOT, Block, blocks
+from tests.docs.pages import APP_GUIDES, PAGES, ROOT, Block, blocks
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
 
 EXAMPLES = [
     block
     for page in PAGES
-    if page.parent.name in {"guide", "reference"}
+    if page.parent.name in {"guide", "reference"} and page not in APP_GUIDES
     for block in blocks(page)
     if block.language == "python"
 ]
