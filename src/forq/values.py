@@ -12,7 +12,7 @@ from forq.errors import InvalidData, InvalidId, InvalidName, UsageError
 
 QUEUE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}\Z")
 JOB_ID = re.compile(r"[!-~]{1,128}\Z")
-HANDLER_TYPE = re.compile(r"[A-Za-z0-9_.:-]{1,64}\Z")
+HANDLER_TYPE = re.compile(r"[A-Za-z0-9_.:-]{1,200}\Z")
 
 
 def is_queue_name(name: object) -> bool:
@@ -33,7 +33,7 @@ def check_job_id(job_id: object, what: str = "job id") -> str:
 
 def check_type(job_type: object) -> str:
     if not isinstance(job_type, str) or not HANDLER_TYPE.match(job_type):
-        raise InvalidId(f"job type {shown(job_type)} is not allowed: 1 to 64 of A-Z a-z 0-9 _ . : -")
+        raise InvalidId(f"job type {shown(job_type)} is not allowed: 1 to 200 of A-Z a-z 0-9 _ . : -")
     return job_type
 
 
