@@ -158,7 +158,7 @@ def forqctl_man() -> str:
 
 
 def forq_man() -> str:
-    parser = parser_for("bridge", "pipeline")
+    parser = parser_for("app", "bridge", "pipeline")
     for each in _with_those_below(parser):
         each.formatter_class = Formatter
     about, parser.description = parser.description or "", ABOUT_FORQ

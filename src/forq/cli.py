@@ -19,6 +19,10 @@ def main() -> int:
         from forq.bridge import run as bridge
 
         return bridge.run(arguments)
+    if arguments.command == "app":
+        from forq.app import command
+
+        return command.run(arguments)
     from forq.supervisor.run import run
 
     given = {name: value for name, value in vars(arguments).items() if name != "command"}
@@ -42,6 +46,11 @@ def parser_for(*names: str) -> argparse.ArgumentParser:
                 help=setting.flag_help,
                 **({"metavar": setting.flag} if setting.flag else {"action": "store_true", "default": None}),
             )
+    app = commands.add_parser("app", help="show the tasks, queues and schedules of an app, or create its queues")
+    if "app" in names:
+        from forq.app.command import add_arguments as add_arguments_of_app
+
+        add_arguments_of_app(app)
     bridge = commands.add_parser("bridge", help="producers and workers in any language, one JSON message per line")
     if "bridge" in names:
         from forq.bridge.run import add_arguments

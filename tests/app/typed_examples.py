@@ -1,7 +1,8 @@
 """Right and wrong uses of tasks. Each line that ends with `# wrong` must be an error for mypy and pyright, no other."""
 
 from dataclasses import dataclass
-from typing import assert_type
+from datetime import timedelta
+from typing import Any, assert_type
 
 import forq
 from forq.app.tasks import AsyncTask, JobRef, Prepared, SyncTask
@@ -31,6 +32,44 @@ async def digest(user: int) -> list[str]:
 
 @app.task
 async def bare(user: int) -> None: ...
+
+
+@app.task(timeout="30s", max_retries=5, backoff=[1, "5s", timedelta(minutes=1)], keep_done=0)
+def options(to: str) -> None: ...
+
+
+@app.task(cron="30 2 * * *", zone="Europe/Berlin", backoff=5, timeout=1.5)
+async def nightly(user: int = 0) -> int:
+    return user
+
+
+def notify(data: Any, job: forq.Job) -> None: ...
+
+
+async def notify_async(data: list[Any], job: forq.Job) -> None: ...
+
+
+def notify_wrong(data: Any) -> None: ...
+
+
+def declarations() -> None:
+    app.queue("mails", concurrency=8, rate="100/1m", on_dead=notify, keep_done=timedelta(hours=1), max_data="1mb")
+    app.queue("slow", on_dead=notify_async)
+    app.schedule("report", send.prepare("a"), cron="0 2 * * *", zone="UTC", overlap="queue", catch_up="none")
+    app.schedule("nightly", nightly.using(priority=1).prepare(), every=timedelta(hours=1), jitter="5m")
+    assert_type(options.enqueue("a"), JobRef[None])
+    assert_type(nightly.enqueue(), JobRef[int])
+    app.queue("mails", concurency=8)  # wrong
+    app.queue("mails", concurrency="8")  # wrong
+    app.queue("mails", on_dead=notify_wrong)  # wrong
+    app.queue("mails", on_dead=send)  # wrong
+    app.schedule("report", send, every=60)  # wrong
+    app.schedule("report", send.prepare("a"), evry=60)  # wrong
+    app.schedule("report", send.prepare("a"), every=60, overlap="run")  # wrong
+    app.task(timeout=None)  # wrong
+    app.task(max_retries="5")  # wrong
+    app.task(backoff=["1s", None])  # wrong
+    app.task(cron=5)  # wrong
 
 
 def right_uses() -> None:

@@ -16,7 +16,10 @@ from tests.support.drive.supervisor import BIN
 
 pytestmark = same_python
 REFERENCE = Path(__file__).resolve().parents[2] / "etc/reference.py"
-SUBCOMMANDS = {"forq": [["run"], ["bridge"], ["pipeline"]], "pipeline": [["ingest"], ["audit"], ["report"], ["replay"]]}
+SUBCOMMANDS = {
+    "forq": [["run"], ["app"], ["bridge"], ["pipeline"]],
+    "pipeline": [["ingest"], ["audit"], ["report"], ["replay"]],
+}
 
 
 def output(*command: str) -> str:

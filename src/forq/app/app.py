@@ -1,26 +1,64 @@
 """App: the tasks of an application. Making one, and importing it, opens no connection."""
 
 import inspect
+import sys
 import threading
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
+from forq.app.declarations import (
+    DeclaredQueue,
+    DeclaredSchedule,
+    QueueOptions,
+    ScheduleOptions,
+    declare_queue,
+    declare_schedule,
+    schedule_of_task,
+)
 from forq.app.hooks import Hooks
+from forq.app.places import calling_module, calling_place, place_of
 from forq.app.signature import Signature
 from forq.app.tasks import AsyncTask, JobRef, Prepared, RemoteTask, SyncTask, Task, later_or_dead
 from forq.client import Client, Queue
-from forq.errors import InvalidTask
+from forq.errors import ConfigError, ForqError, InvalidOption, InvalidTask, UnknownQueue, UsageError
 from forq.job import Job
+from forq.job_options import AttemptOptions, Duration, check_attempt_options
+from forq.settings import Value, suggestion
 from forq.values import check_queue_name, check_type, shown
 
 if TYPE_CHECKING:
+    from forq.app.definitions import Definitions
     from forq.async_client import AsyncClient
 
 P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[[Job], Any])
+
+
+# Results of tasks that declare one are kept this long, unless `keep_done` is given.
+KEEP_RESULTS_MS = 3_600_000
+
+
+class TaskOptions(TypedDict, total=False):
+    """Options of `App.task`."""
+
+    queue: str | None
+    name: str | None
+    aliases: Iterable[str]
+    dead_on: tuple[type[BaseException], ...]
+    timeout: Duration
+    max_retries: int
+    backoff: Duration | Sequence[Duration]
+    keep_done: Duration
+    every: Duration
+    cron: str
+    zone: str
+
+
+_ATTEMPT_OPTIONS = ("timeout", "max_retries", "backoff", "keep_done")
+_RULE_OPTIONS = ("every", "cron", "zone")
 
 
 class Decorator(Protocol):
@@ -48,6 +86,10 @@ class App:
         self.tasks: dict[str, Task[..., Any]] = {}
         # Tasks by their name and their aliases.
         self._by_type: dict[str, Task[..., Any]] = {}
+        self._declared_queues: dict[str, DeclaredQueue] = {}
+        # By queue and key.
+        self._declared_schedules: dict[tuple[str, str], DeclaredSchedule] = {}
+        self._module = calling_module()
         self._url = url
         self._prefix = prefix
         self._hooks = Hooks(self.name)
@@ -90,32 +132,130 @@ class App:
     @overload
     def task(self, function: Callable[P, R], /) -> SyncTask[P, R]: ...
     @overload
-    def task(
-        self,
-        *,
-        queue: str | None = None,
-        name: str | None = None,
-        aliases: Iterable[str] = (),
-        dead_on: tuple[type[BaseException], ...] = (),
-    ) -> Decorator: ...
+    def task(self, **options: Unpack[TaskOptions]) -> Decorator: ...
 
     def task(  # type: ignore[misc]  # mypy wants to pass the function of the third signature
-        self,
-        function: Callable[..., Any] | None = None,
-        /,
-        *,
-        queue: str | None = None,
-        name: str | None = None,
-        aliases: Iterable[str] = (),
-        dead_on: tuple[type[BaseException], ...] = (),
+        self, function: Callable[..., Any] | None = None, /, **options: Any
     ) -> Any:
         """Registers a function as a task: `@app.task` or `@app.task(queue=…, …)`.
 
         `queue`: default: the app's name. `name`: stored with each job as its type; default: the function's name.
         `aliases`: earlier names, whose jobs it also runs. `dead_on`: exceptions after which a job is not retried.
+
+        `timeout`, `max_retries`, `backoff` (delays before the retries; the last one repeats) and `keep_done` replace
+        those of the queue. A task that declares a result has keep_done 1h by default.
+
+        `every`, or `cron` and `zone`: calls the task at these times; see `schedule`.
         """
-        register = partial(self._register, queue or self.name, name, tuple(aliases), dead_on)
+        register = partial(self._register, options)
         return register if function is None else register(function)
+
+    def queue(self, name: str, **options: Unpack[QueueOptions]) -> None:
+        """Declares a queue, with options as in [queues.NAME] of forq.toml. The file overrides them.
+
+        `on_dead`: a function that is called with ([data, job, error], job) for each dead job.
+        """
+        place = calling_place()
+        earlier = self._declared_queues.get(check_queue_name(name))
+        if earlier is not None:
+            raise InvalidOption(
+                f"app {self.name!r} declares queue {name!r} twice: {earlier.place} and {place}; "
+                "give all options in one call"
+            )
+        self._declared_queues[name] = declare_queue(name, options, self.name, place)
+
+    def schedule(self, key: str, job: Prepared[Any], **options: Unpack[ScheduleOptions]) -> None:
+        """Enqueues a prepared job at each tick: `app.schedule("report", send.prepare("a@b.c"), cron="30 2 * * *")`.
+
+        `every`: the interval; or `cron` (5 fields) and `zone` (default UTC). `overlap`, `catch_up`, `jitter`: as for
+        `Queue.schedule`.
+        """
+        place = calling_place()
+        if not isinstance(job, Prepared) or self.tasks.get(job.task.name) is not job.task:
+            raise InvalidTask(
+                f"app {self.name!r}, schedule {shown(key)} ({place}): {shown(job)} is not a prepared job of this app; "
+                "pass TASK.prepare(ARGUMENTS)"
+            )
+        if job.queue not in self.queue_names():
+            raise InvalidTask(
+                f"app {self.name!r}, schedule {shown(key)} ({place}): the app has no queue {job.queue!r}"
+                f"{suggestion(job.queue, self.queue_names())}; to declare it: app.queue({job.queue!r})"
+            )
+        self._add_schedule(declare_schedule(key, job, options, self.name, place))
+
+    def _add_schedule(self, schedule: DeclaredSchedule) -> None:
+        earlier = self._declared_schedules.setdefault((schedule.queue, schedule.key), schedule)
+        if earlier is not schedule:
+            raise InvalidTask(
+                f"app {self.name!r} has two schedules {schedule.key!r} of queue {schedule.queue!r}: "
+                f"{earlier.place} and {schedule.place}; give one of them another key: app.schedule(KEY, …)"
+            )
+
+    def definitions(self) -> "Definitions":
+        """The tasks, queues, schedules and hooks as JSON types. Raises UsageError for what decoration could not check,
+        such as an annotation that cannot be converted."""
+        from forq.app.definitions import define
+
+        return define(self.name, self.tasks, self._declared_queues, self._declared_schedules, self._hooks.counts())
+
+    def queue_names(self) -> list[str]:
+        """The queues of the tasks and of `queue`, sorted."""
+        return sorted({task.queue for task in self.tasks.values()} | self._declared_queues.keys())
+
+    def override_task_options(self, tables: Mapping[str, Mapping[str, Any]]) -> None:
+        """Sets options of tasks, from the tables [apps.APP.tasks.TASK] of a config file. ConfigError if invalid."""
+        overridden: dict[str, AttemptOptions] = {}
+        for name, table in tables.items():
+            where = f"[apps.{self.name}.tasks.{name}]"
+            if name not in self.tasks:
+                raise ConfigError(f"{where}: app {self.name!r} has no task {shown(name)}{suggestion(name, self.tasks)}")
+            if not isinstance(table, Mapping):
+                raise ConfigError(f"{where}: {shown(table)} is not allowed: a table with {', '.join(_ATTEMPT_OPTIONS)}")
+            for option in table:
+                if option not in _ATTEMPT_OPTIONS:
+                    near = suggestion(option, _ATTEMPT_OPTIONS)
+                    raise ConfigError(f"{where}: there is no option {shown(option)}{near}")
+            try:
+                overridden[name] = check_attempt_options(**table, where=where)
+            except UsageError as exc:
+                raise ConfigError(str(exc)) from exc
+        for name, task in self.tasks.items():
+            task.options = overridden[name].over(task.declared_options) if name in overridden else task.declared_options
+
+    def create_queue(self, name: str) -> bool:
+        """Creates a queue of this app in Redis, with its declared options. False if it exists: it stays as it is."""
+        from forq.app.queue_creation import create_absent
+
+        return create_absent(self.client, name, self._options_of(name))
+
+    def create_absent_queue(self, name: str) -> None:
+        """For producers. UnknownQueue if it was deleted, if the user of Redis may not create it, or if the app does not
+        declare it."""
+        from forq.app.queue_creation import create_if_never_deleted
+
+        create_if_never_deleted(self.client, name, self._options_of(name), self._create_command())
+
+    async def acreate_absent_queue(self, name: str) -> None:
+        from forq.app.queue_creation import create_if_never_deleted
+
+        options, command = self._options_of(name), self._create_command()
+        await self.async_client._run(lambda client: create_if_never_deleted(client, name, options, command))
+
+    def _options_of(self, queue: str) -> Mapping[str, Value]:
+        names = self.queue_names()
+        if queue not in names:
+            raise UnknownQueue(
+                f"no queue {queue!r}: it is not in Redis, and app {self.name!r} does not declare it"
+                f"{suggestion(queue, names)}; to declare it: app.queue({queue!r})"
+            )
+        declared = self._declared_queues.get(queue)
+        return {} if declared is None else declared.options
+
+    def _create_command(self) -> str:
+        module = sys.modules.get(self._module)
+        names = [name for name, value in vars(module).items() if value is self] if module else []
+        known = names and self._module != "__main__"
+        return f"forq app {f'{self._module}:{names[0]}' if known else 'MODULE:APP'} --create"
 
     def task_ref(self, name: str, *, queue: str | None = None) -> Task[..., Any]:
         """A task by its name, for producers without its code; `queue`: default: the app's name."""
@@ -125,13 +265,16 @@ class App:
         """Stores prepared jobs in bulk, in one call per queue; returns their refs in the same order."""
         prepared = list(jobs)
         groups: dict[tuple[str, str, str | None], list[int]] = {}
-        for number, (_, queue, _, update, durable) in enumerate(prepared):
+        for number, (_, queue, _, update, durable, _) in enumerate(prepared):
             groups.setdefault((queue, update.if_exists, durable), []).append(number)
         refs: list[JobRef[R] | None] = [None] * len(prepared)
         for (queue, if_exists, durable), numbers in groups.items():
-            ids = self._client_queue(queue).enqueue_jobs(
-                (prepared[number].job for number in numbers), if_exists=if_exists, durable=durable
-            )
+            new_jobs = [prepared[number].job for number in numbers]
+            try:
+                ids = self._client_queue(queue).enqueue_jobs(new_jobs, if_exists=if_exists, durable=durable)
+            except UnknownQueue:
+                self.create_absent_queue(queue)
+                ids = self._client_queue(queue).enqueue_jobs(new_jobs, if_exists=if_exists, durable=durable)
             for number, id in zip(numbers, ids, strict=True):
                 refs[number] = prepared[number].ref(id)
         return [ref for ref in refs if ref is not None]
@@ -166,32 +309,40 @@ class App:
             raise later_or_dead(job, f"app {self.name!r} has no task {shown(job.type)}; it has: {known}")
         return task.run_job(data, job)
 
-    def _register(
-        self,
-        queue: str,
-        name: str | None,
-        aliases: tuple[str, ...],
-        dead_on: tuple[type[BaseException], ...],
-        function: Callable[..., Any],
-    ) -> Task[..., Any]:
-        signature = Signature(function, name or str(getattr(function, "__name__", shown(function))))
-        names = [check_type(each) for each in (name or function.__name__, *aliases)]
+    def _register(self, given: Mapping[str, Any], function: Callable[..., Any]) -> Task[..., Any]:
+        name = given.get("name") or str(getattr(function, "__name__", shown(function)))
+        signature = Signature(function, name)
+        place = place_of(function)
+        where = f"task {name} ({place})"
+        for option in given:
+            if option not in TaskOptions.__annotations__:
+                near = suggestion(option, TaskOptions.__annotations__)
+                raise InvalidTask(f"{where}: @app.task has no option {shown(option)}{near}")
+        try:
+            names = [check_type(each) for each in (name, *given.get("aliases", ()))]
+            queue = check_queue_name(given.get("queue") or self.name)
+            attempt = {option: given[option] for option in _ATTEMPT_OPTIONS if option in given}
+            options = check_attempt_options(**attempt, where=where)
+        except ForqError as exc:
+            raise InvalidTask(f"{'' if str(exc).startswith(where) else f'{where}: '}{exc}") from exc
+        if signature.keeps_result:
+            options = options.over(AttemptOptions(keep_done_ms=KEEP_RESULTS_MS))
         kind: type[Task[..., Any]] = AsyncTask if inspect.iscoroutinefunction(function) else SyncTask
-        task = kind(self, function, names[0], check_queue_name(queue), dead_on, signature)
+        task = kind(self, function, name, queue, given.get("dead_on", ()), signature, options)
+        task.aliases = tuple(names[1:])
         if kind is SyncTask:
             self._hooks.check_sync_task(task.name)
         for each in names:
             if each in self._by_type:
-                places = f"{_place(self._by_type[each].function)} and {_place(function)}"
+                first = self._by_type[each].function
+                places = f"{first.__qualname__} ({place_of(first)}) and {function.__qualname__} ({place})"
                 raise InvalidTask(
                     f"app {self.name!r} has two tasks of the name {each!r}: {places}; "
                     "give one of them another name: @app.task(name=…)"
                 )
+        rule = {option: given[option] for option in _RULE_OPTIONS if option in given}
+        if rule:
+            self._add_schedule(schedule_of_task(task, rule, place))
         self.tasks[task.name] = task
         self._by_type |= dict.fromkeys(names, task)
         return task
-
-
-def _place(function: Callable[..., Any]) -> str:
-    code = function.__code__
-    return f"{function.__module__}.{function.__qualname__} ({code.co_filename}, line {code.co_firstlineno})"

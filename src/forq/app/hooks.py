@@ -44,6 +44,10 @@ class Hooks:
             self._first_async = self._first_async or name
         self._entered.append(asynccontextmanager(hook) if is_async else contextmanager(hook))
 
+    def counts(self) -> dict[str, int]:
+        """The number of hooks of each kind."""
+        return {"around": len(self._entered), "lifespan": 0}
+
     def check_sync_task(self, task_name: str) -> None:
         """Refuses a task that is not async in an app with an async hook."""
         if self._first_async is not None:

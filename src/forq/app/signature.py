@@ -54,7 +54,12 @@ class Signature:
     @property
     def text(self) -> str:
         """For messages: send(to: str, subject: str = 'hi') -> Receipt."""
-        return f"{self._function.__name__}{_show(self._signature)}"
+        return f"{self._function.__name__}{_show(self._signature, shown)}"
+
+    @property
+    def stable_text(self) -> str:
+        """The same without the function's name. It is equal in all processes: a default whose text varies is `...`."""
+        return _show(self._signature, _stable)
 
     def check(self) -> None:
         """Raises InvalidTask for an annotation that cannot be converted back."""
@@ -254,14 +259,29 @@ def _read(function: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _show(signature: inspect.Signature) -> str:
+def _stable(default: Any) -> str:
+    return shown(default) if _is_stable(default) else "..."
+
+
+def _is_stable(value: Any) -> bool:
+    """Whether repr is the same in all processes. Addresses, the order of a set and the current time are not."""
+    if type(value) in (list, tuple):
+        return all(map(_is_stable, value))
+    if type(value) is dict:
+        return all(_is_stable(key) and _is_stable(each) for key, each in value.items())
+    return type(value) in (str, int, float, bool, bytes, type(None))
+
+
+def _show(signature: inspect.Signature, show_default: Callable[[Any], str]) -> str:
     """str(signature) would show quotes around annotations and the modules of types."""
     shown_parameters = [
         parameter.replace(
             annotation=parameter.annotation
             if parameter.annotation is Parameter.empty
             else _Plain(show_annotation(parameter.annotation)),
-            default=parameter.default if parameter.default is Parameter.empty else _Plain(shown(parameter.default)),
+            default=parameter.default
+            if parameter.default is Parameter.empty
+            else _Plain(show_default(parameter.default)),
         )
         for parameter in signature.parameters.values()
     ]

@@ -10,14 +10,17 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
 from forq.broker.enqueue import DEFAULT_UPDATE, NewJob, Update, new_job
-from forq.errors import ArgumentsDoNotFit, ForqError, Permanent, Snooze, UnknownJob, UsageError
+from forq.errors import ArgumentsDoNotFit, ForqError, Permanent, Snooze, UnknownJob, UnknownQueue, UsageError
 from forq.job import RUNNING, Job, TaskResult
+from forq.job_options import AttemptOptions
 from forq.settings import suggestion
 from forq.values import shown
 
 if TYPE_CHECKING:
     from forq.app.app import App
     from forq.app.signature import Signature
+    from forq.async_client import AsyncQueue
+    from forq.client import Queue
 
 # A job that this version of the app cannot run waits for the other half of a rolling deploy.
 DEPLOY_SECONDS = 600.0
@@ -42,6 +45,7 @@ class JobOptions(TypedDict, total=False):
     durable: Literal["replica"]
 
 
+NO_OPTIONS = AttemptOptions()
 # Those that `new_job` takes.
 _JOB_FIELDS = ("id", "identifier", "priority", "run_at", "run_in", "token")
 
@@ -99,6 +103,7 @@ class Prepared(NamedTuple, Generic[T]):
     job: NewJob
     update: Update
     durable: str | None
+    options: JobOptions
 
     def ref(self, id: str) -> JobRef[T]:
         return JobRef(self.task, self.queue, id)
@@ -109,6 +114,7 @@ class Sender(Generic[P, T]):
 
     def __init__(self, task: "Task[P, T] | None", options: JobOptions) -> None:
         self._task = cast("Task[P, T]", self if task is None else task)
+        self._options = options
         self._queue = options.get("queue")
         self._fields: dict[str, Any] = {name: value for name, value in options.items() if name in _JOB_FIELDS}
         self._update = Update(options["if_exists"]) if "if_exists" in options else DEFAULT_UPDATE
@@ -119,30 +125,45 @@ class Sender(Generic[P, T]):
 
         Arguments that do not fit the function's signature or annotations raise a TypeError here.
         """
-        prepared = self.prepare(*args, **kwargs)
-        (id,) = self._task.app._client_queue(prepared.queue).enqueue_jobs(
-            [prepared.job], if_exists=prepared.update.if_exists, durable=prepared.durable
-        )
-        return prepared.ref(id)
+        prepared, app = self.prepare(*args, **kwargs), self._task.app
+        try:
+            return _store(app._client_queue(prepared.queue), prepared)
+        except UnknownQueue:
+            app.create_absent_queue(prepared.queue)
+            return _store(app._client_queue(prepared.queue), prepared)
 
     async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> JobRef[T]:
         """The same for asyncio. A cancelled call has stored the job or not."""
-        prepared = self.prepare(*args, **kwargs)
-        (id,) = await self._task.app.async_client.queue(prepared.queue).enqueue_jobs(
-            [prepared.job], if_exists=prepared.update.if_exists, durable=prepared.durable
-        )
-        return prepared.ref(id)
+        prepared, app = self.prepare(*args, **kwargs), self._task.app
+        try:
+            return await _astore(app.async_client.queue(prepared.queue), prepared)
+        except UnknownQueue:
+            await app.acreate_absent_queue(prepared.queue)
+            return await _astore(app.async_client.queue(prepared.queue), prepared)
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Prepared[T]:
         """Checks the arguments and packs the job, for `App.enqueue_many`."""
         task = self._task
         job = new_job(task.signature.pack(args, kwargs), type=task.name, **self._fields)
         queue = task.queue if self._queue is None else self._queue
-        return Prepared(task, queue, job, self._update, self._durable)
+        return Prepared(task, queue, job, self._update, self._durable, self._options)
+
+
+def _store(queue: "Queue", prepared: Prepared[T]) -> JobRef[T]:
+    (id,) = queue.enqueue_jobs([prepared.job], if_exists=prepared.update.if_exists, durable=prepared.durable)
+    return prepared.ref(id)
+
+
+async def _astore(queue: "AsyncQueue", prepared: Prepared[T]) -> JobRef[T]:
+    (id,) = await queue.enqueue_jobs([prepared.job], if_exists=prepared.update.if_exists, durable=prepared.durable)
+    return prepared.ref(id)
 
 
 class Task(Sender[P, T]):
-    """A registered function. `enqueue` runs it in a worker; a plain call runs it here."""
+    """A registered function. `enqueue` runs it in a worker; a plain call runs it here.
+
+    `declared_options`: those of the decorator. `options`: those for a worker, with [apps.APP.tasks.TASK] of forq.toml.
+    """
 
     def __init__(
         self,
@@ -152,6 +173,7 @@ class Task(Sender[P, T]):
         queue: str,
         dead_on: tuple[type[BaseException], ...],
         signature: "Signature | _ByName",
+        options: AttemptOptions = NO_OPTIONS,
     ) -> None:
         super().__init__(None, {})
         self.app = app
@@ -159,6 +181,9 @@ class Task(Sender[P, T]):
         self.name = name
         self.queue = queue
         self.dead_on = dead_on
+        # Earlier names.
+        self.aliases: tuple[str, ...] = ()
+        self.declared_options = self.options = options
         self.signature = cast("Signature", signature)
         self.__wrapped__, self.__doc__, self.__module__ = function, function.__doc__, function.__module__
         self.__name__, self.__qualname__ = function.__name__, function.__qualname__

@@ -115,7 +115,7 @@ class Link:
     def load_library(self, script: Script) -> None:
         """Loads the library into every server, for clients whose ACL allows FCALL but not FUNCTION LOAD."""
         for master in self.masters():
-            with suppress(_LibraryKnown, _NotAllowed):
+            with suppress(_LibraryKnown, CallNotAllowed):
                 master.call("FUNCTION", "LOAD", script.library)
 
     def library_reloads(self) -> int:
@@ -128,7 +128,7 @@ class Link:
             self.call("FUNCTION", "LOAD", script.library)
         except _LibraryKnown:
             pass
-        except (BackPressure, _NotAllowed):
+        except (BackPressure, CallNotAllowed):
             self._eval_until = time.monotonic() + EVAL_SECONDS
             return
         self._library_reloads += 1
@@ -326,7 +326,7 @@ class Link:
                 f"load them nor use EVAL; start a supervisor of this release, which loads them: {text}"
             )
         if text.startswith("NOPERM") or _names_command(text, "FUNCTION"):
-            return _NotAllowed(f"Redis at {self.shown_url} refused the call: {text}")
+            return CallNotAllowed(f"Redis at {self.shown_url} refused the call: {text}")
         if "OOM" in text[:80]:
             return BackPressure(f"Redis at {self.shown_url} is out of memory: {text}")
         if text.startswith(_TEMPORARY_ERRORS):
@@ -373,7 +373,7 @@ class _LibraryMissing(RedisUnavailable):
     """The server lacks the library; the call was not carried out."""
 
 
-class _NotAllowed(ForqError):
+class CallNotAllowed(ForqError):
     """The ACL does not allow the call, or the server has no functions."""
 
 

@@ -185,6 +185,10 @@ class Registry:
         names = self._link.call("ZRANGE", deleted_queues_key(self._prefix), 0, -1)
         return [name.decode() for name in names if is_queue_name(name.decode(errors="replace"))]
 
+    def was_deleted(self, name: str) -> bool:
+        """Whether a queue of this name was deleted within the last 8 days. It may have been created again."""
+        return self._link.call("ZSCORE", deleted_queues_key(self._prefix), name) is not None
+
     def _remember(self, name: str) -> None:
         self._link.run(script("remember"), deleted_queues_key(self._prefix), name)
 
