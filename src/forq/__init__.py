@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from typing import Any
 
     from forq.app.app import App
+    from forq.app.completion import as_completed
     from forq.app.tasks import JobRef
     from forq.async_client import AsyncClient, AsyncQueue
     from forq.client import Client, Queue
@@ -27,6 +28,7 @@ _MODULES = {
     "Snooze": "forq.errors",
     "Job": "forq.job",
     "JobRef": "forq.app.tasks",
+    "as_completed": "forq.app.completion",
     "current_job": "forq.job",
 }
 
@@ -44,6 +46,7 @@ __all__ = [
     "RetryAt",
     "Snooze",
     "__version__",
+    "as_completed",
     "current_job",
 ]
 

@@ -355,9 +355,15 @@ class AsyncQueue:
 
     async def wait(self, id: str, timeout: float | timedelta | None = None) -> Any:
         """See Queue.wait."""
+        return await self._wait_for_end(id, timeout)
+
+    async def _wait_for_end(self, id: str, timeout: float | timedelta | None = None, *, has_ended: bool = False) -> Any:
+        """`wait`. With `has_ended` the first check comes before the subscription, which is then not needed."""
         wait = ResultWait(self.name, check_job_id(id), to_seconds(timeout))
         channel = ended_channel(self._base, database_of(self._client.url), id)
         check = partial(self._client._run, lambda client: wait.check(self._waiter(client, id)))
+        if has_ended and (ended := await check()) is not None:
+            return wait.result_of(ended)
         backoff = reconnecting()
         while True:
             listener: Listener | None = None

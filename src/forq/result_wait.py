@@ -83,11 +83,15 @@ class ResultWait:
 def wait_for_result(waiter: ResultWaiter, timeout_seconds: float | None) -> Any:
     """Waits for the end of a job without polling.
 
-    1. Subscribes, then checks the job.
-    2. Checks again after a message, and after half the time of the registration.
-    3. After a broken connection starts over with the same target; the check finds a job that ended meanwhile.
+    1. Checks the job: one that has ended needs no subscription.
+    2. Subscribes, then checks the job.
+    3. Checks again after a message, and after half the time of the registration.
+    4. After a broken connection starts over with the same target; the check finds a job that ended meanwhile.
     """
     wait = ResultWait(waiter.queue, waiter.job_id, timeout_seconds)
+    # Without Redis it fails here at once, like any other call.
+    if (ended := wait.check(waiter)) is not None:
+        return wait.result_of(ended)
     subscription, backoff = waiter.subscription(), reconnecting()
     try:
         while True:
@@ -98,9 +102,6 @@ def wait_for_result(waiter: ResultWaiter, timeout_seconds: float | None) -> Any:
                     _wait_for_message(wait, subscription)
                 return wait.result_of(done)
             except RedisUnavailable as exc:
-                # Before the first check it fails at once, like any other call.
-                if wait.target is None:
-                    raise
                 subscription.close()
                 time.sleep(wait.pause_seconds(backoff.fail(), exc))
     finally:

@@ -85,6 +85,8 @@ def right_uses() -> None:
     assert_type(bare.enqueue(7).result(), None)
     either: list[Prepared[object]] = [send.prepare("a"), plain.prepare("b")]
     app.enqueue_many(either)
+    for ref in forq.as_completed(app.enqueue_many([send.prepare("a")]), timeout=60):
+        assert_type(ref.result(), Receipt)
     task: SyncTask[[str], int] = plain
     other: AsyncTask[[int], None] = bare
     print(task, other)
@@ -95,6 +97,8 @@ async def right_async_uses() -> None:
     assert_type(await bare(7), None)
     assert_type(await send.aenqueue("a"), JobRef[Receipt])
     assert_type(await (await send.using(id="42").aenqueue("a")).aresult(timeout=5), Receipt)
+    async for ref in forq.as_completed([await digest.aenqueue(7)]):
+        assert_type(await ref.aresult(), list[str])
     await send.aenqueue(7)  # wrong
 
 
@@ -118,4 +122,9 @@ def wrong_uses() -> None:
     send.ref(42)  # wrong
     app.enqueue_many(["a"])  # wrong
     app.task(que="mails")  # wrong
+    forq.as_completed(["42"])  # wrong
+    forq.as_completed([plain.ref("42")], timeout="60")  # wrong
+    for ref in forq.as_completed([plain.ref("42")]):
+        word: str = ref.result()  # wrong
+        print(word)
     print(number, text)

@@ -53,12 +53,18 @@ _JOB_FIELDS = ("id", "identifier", "priority", "run_at", "run_in", "token")
 class JobRef(Generic[T]):
     """A job of a task, by its id."""
 
-    __slots__ = ("_task", "id", "queue")
+    __slots__ = ("_has_ended", "_task", "id", "queue")
 
     def __init__(self, task: "Task[..., T]", queue: str, id: str) -> None:
         self._task = task
         self.queue = queue
         self.id = id
+        # `as_completed` has seen its end: the result needs no subscription.
+        self._has_ended = False
+
+    @property
+    def app(self) -> "App":
+        return self._task.app
 
     def state(self) -> str:
         """The job's state: waiting, scheduled, active, blocked, done, dead; gone if nothing is known about it."""
@@ -82,7 +88,8 @@ class JobRef(Generic[T]):
 
     async def aresult(self, timeout: float | timedelta | None = None) -> T:
         """The same for asyncio."""
-        stored = await self._task.app.async_client.queue(self.queue).wait(self.id, timeout)
+        queue = self._task.app.async_client.queue(self.queue)
+        stored = await queue._wait_for_end(self.id, timeout, has_ended=self._has_ended)
         return cast(T, self._task.signature.unpack_result(stored))
 
     def __eq__(self, other: object) -> bool:

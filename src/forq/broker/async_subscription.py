@@ -2,11 +2,11 @@
 
 import asyncio
 from collections import deque
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from forq.broker.async_connection import AsyncConnection, run_blocking
-from forq.broker.pubsub import connect_subscriber
+from forq.broker.pubsub import SUBSCRIBE_BATCH, connect_subscriber
 from forq.errors import ForqError, RedisUnavailable
 from forq.redis_url import read_address
 
@@ -15,22 +15,31 @@ IDLE_SECONDS = 5.0
 
 
 class Listener:
-    """Receives the messages of one channel, or with `text` only those with this text. Close it at the end.
+    """Receives the messages of some channels, or with `text` only those with this text. Close it at the end.
 
-    After the connection broke, `receive` raises RedisUnavailable: messages may be lost, so the owner must listen anew
-    and then check the state. After the client was closed, it raises another ForqError.
+    After the connection broke, `take` and `receive` raise RedisUnavailable: messages may be lost, so the owner must
+    listen anew and then check the state. After the client was closed, they raise another ForqError.
+
+    `on_message`: called when there is something to take.
     """
 
-    def __init__(self, subscription: "SharedSubscription", channel: str, text: str | None) -> None:
-        self.channel = channel
+    def __init__(
+        self,
+        subscription: "SharedSubscription",
+        channels: Sequence[str],
+        text: str | None,
+        on_message: Callable[[], object] | None,
+    ) -> None:
+        self.channels = channels
         self.text = text
         self._subscription = subscription
-        self._messages: list[str] = []
+        self._on_message = on_message
+        self._messages: list[tuple[str, str]] = []
         self._error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     async def receive(self, seconds: float) -> list[str]:
-        """The messages that have arrived; waits up to this long for the first."""
+        """The texts of the messages that have arrived; waits up to this long for the first."""
         if not self._messages and self._error is None and seconds > 0:
             loop = asyncio.get_running_loop()
             waiter = self._waiter = loop.create_future()
@@ -40,6 +49,10 @@ class Listener:
             finally:
                 timer.cancel()
                 self._waiter = None
+        return [text for _, text in self.take()]
+
+    def take(self) -> list[tuple[str, str]]:
+        """The messages that have arrived, as (channel, text)."""
         if isinstance(self._error, ForqError):
             raise self._error
         if self._error is not None:
@@ -50,8 +63,8 @@ class Listener:
     def close(self) -> None:
         self._subscription.remove(self)
 
-    def add(self, message: str) -> None:
-        self._messages.append(message)
+    def add(self, channel: str, text: str) -> None:
+        self._messages.append((channel, text))
         self._wake()
 
     def fail(self, error: Exception) -> None:
@@ -61,6 +74,8 @@ class Listener:
     def _wake(self) -> None:
         if self._waiter is not None:
             _wake(self._waiter)
+        if self._on_message is not None:
+            self._on_message()
 
 
 def _wake(waiter: "asyncio.Future[None]") -> None:
@@ -88,35 +103,52 @@ class SharedSubscription:
         self._reader: asyncio.Task[None] | None = None
         # Done when the server has confirmed the channel.
         self._confirmed: dict[str, asyncio.Future[None]] = {}
-        # The commands that the server has not answered; None: UNSUBSCRIBE.
-        self._sent: deque[asyncio.Future[None] | None] = deque()
+        # For each command sent, the channels that the server has not confirmed; None: UNSUBSCRIBE.
+        self._sent: deque[deque[asyncio.Future[None] | None]] = deque()
         self._idle_timer: asyncio.TimerHandle | None = None
 
     async def listen(self, channel: str, text: str | None = None) -> Listener:
         """RedisUnavailable if the server does not confirm it in time."""
-        listener = Listener(self, channel, text)
-        self._listeners.setdefault(channel, {}).setdefault(text, set()).add(listener)
+        return await self._listen(Listener(self, (channel,), text, None))
+
+    async def listen_to_many(self, channels: Sequence[str], on_message: Callable[[], object]) -> Listener:
+        """The same for many channels at once."""
+        return await self._listen(Listener(self, channels, None, on_message))
+
+    async def _listen(self, listener: Listener) -> Listener:
+        for channel in listener.channels:
+            self._listeners.setdefault(channel, {}).setdefault(listener.text, set()).add(listener)
         try:
-            await self._subscribe(channel)
+            await self._subscribe(listener.channels)
         except BaseException:
             listener.close()
             raise
         return listener
 
-    async def _subscribe(self, channel: str) -> None:
+    async def _subscribe(self, channels: Sequence[str]) -> None:
         if self._connection is None:
             if self._connecting is None:
-                self._connecting = asyncio.create_task(self._connect(channel))
+                self._connecting = asyncio.create_task(self._connect(channels[0]))
                 self._connecting.add_done_callback(_retrieve)
             await self._join(self._connecting)
-        confirmed = self._confirmed.get(channel)
-        if confirmed is None:
-            confirmed = self._confirmed[channel] = asyncio.get_running_loop().create_future()
-            confirmed.add_done_callback(_retrieve)
-            self._send("SUBSCRIBE", channel, confirmed)
+        loop = asyncio.get_running_loop()
+        for some in _batches([channel for channel in channels if channel not in self._confirmed]):
+            futures = [loop.create_future() for _ in some]
+            for channel, future in zip(some, futures, strict=True):
+                future.add_done_callback(_retrieve)
+                self._confirmed[channel] = future
+            self._send("SUBSCRIBE", some, futures)
+        confirmed = [self._confirmed.get(channel) for channel in channels]
         try:
-            async with asyncio.timeout(self._timeout_seconds):
-                await asyncio.shield(confirmed)
+            for each in confirmed:
+                if each is None:
+                    raise RedisUnavailable("cannot subscribe: the connection was closed")
+                if each.done():
+                    each.result()
+                    continue
+                # The limit is for each confirmation: all of many may take longer.
+                async with asyncio.timeout(self._timeout_seconds):
+                    await asyncio.shield(each)
         except TimeoutError:
             self._lose(TimeoutError("timed out"))
             raise RedisUnavailable("cannot subscribe: timed out") from None
@@ -167,15 +199,17 @@ class SharedSubscription:
     def _dispatch(self, message: Any) -> None:
         if isinstance(message, Exception):
             # The ACL refused a command. After a refused UNSUBSCRIBE the messages go to nobody.
-            refused = self._sent.popleft() if self._sent else None
-            if refused is not None and not refused.done():
-                refused.set_exception(RedisUnavailable(f"cannot subscribe: {message}"))
+            for refused in self._sent.popleft() if self._sent else ():
+                if refused is not None and not refused.done():
+                    refused.set_exception(RedisUnavailable(f"cannot subscribe: {message}"))
             return
         kind, channel = message[0], message[1]
         if kind == b"message":
             self._deliver(channel.decode(errors="replace"), message[2].decode(errors="replace"))
         elif kind in (b"subscribe", b"unsubscribe") and self._sent:
-            confirmed = self._sent.popleft()
+            confirmed = self._sent[0].popleft()
+            if not self._sent[0]:
+                self._sent.popleft()
             if confirmed is not None and not confirmed.done():
                 confirmed.set_result(None)
 
@@ -183,37 +217,44 @@ class SharedSubscription:
         by_text = self._listeners.get(channel, {})
         for wanted in (None, text):
             for listener in by_text.get(wanted, ()):
-                listener.add(text)
+                listener.add(channel, text)
 
     def remove(self, listener: Listener) -> None:
-        """Unsubscribes from a channel that has lost its last listener."""
-        by_text = self._listeners.get(listener.channel, {})
-        with_text = by_text.get(listener.text, set())
-        with_text.discard(listener)
-        if with_text:
-            return
-        by_text.pop(listener.text, None)
-        if by_text:
-            return
-        self._listeners.pop(listener.channel, None)
-        if self._confirmed.pop(listener.channel, None) is not None and self._connection is not None:
-            with suppress(OSError):
-                self._send("UNSUBSCRIBE", listener.channel, None)
-        self._close_when_idle()
+        """Unsubscribes from the channels that have lost their last listener."""
+        unused = [channel for channel in listener.channels if self._remove_from(channel, listener)]
+        subscribed = [channel for channel in unused if self._confirmed.pop(channel, None) is not None]
+        for some in _batches(subscribed):
+            if self._connection is not None:
+                self._send("UNSUBSCRIBE", some, [None] * len(some))
+        if unused:
+            self._close_when_idle()
 
-    def _send(self, command: str, channel: str, confirmed: "asyncio.Future[None] | None") -> None:
+    def _remove_from(self, channel: str, listener: Listener) -> bool:
+        """Whether it was the last listener of this channel."""
+        by_text = self._listeners.get(channel)
+        if by_text is None or listener not in by_text.get(listener.text, ()):
+            return False
+        by_text[listener.text].discard(listener)
+        if not by_text[listener.text]:
+            del by_text[listener.text]
+        if by_text:
+            return False
+        del self._listeners[channel]
+        return True
+
+    def _send(self, command: str, channels: Sequence[str], confirmed: "Iterable[asyncio.Future[None] | None]") -> None:
         connection = self._connection
         try:
             if connection is None:
                 raise ConnectionError("the connection was closed")
-            connection.send_now((command, channel))
+            connection.send_now((command, *channels))
         except OSError as exc:
             if connection is not None:
                 self._lose(exc)
-            if confirmed is not None:
+            if command == "SUBSCRIBE":
                 raise RedisUnavailable(f"cannot subscribe: {exc}") from exc
             return
-        self._sent.append(confirmed)
+        self._sent.append(deque(confirmed))
 
     def _close_when_idle(self) -> None:
         if self._idle_timer is not None:
@@ -249,6 +290,10 @@ class SharedSubscription:
             for listeners in self._listeners.get(channel, {}).values():
                 for listener in listeners:
                     listener.fail(error)
+
+
+def _batches(channels: Sequence[str]) -> Iterable[Sequence[str]]:
+    return (channels[start : start + SUBSCRIBE_BATCH] for start in range(0, len(channels), SUBSCRIBE_BATCH))
 
 
 def _closed() -> ForqError:

@@ -135,6 +135,16 @@ class DeadJobs:
             raise self._unknown(reference)
         return newest
 
+    def died_ms(self, ids: Iterable[str]) -> dict[str, float]:
+        """When these jobs died, by id, as far as they are dead: one scan for all."""
+        wanted = set(ids)
+        newest: dict[str, tuple[int, float]] = {}
+        for member, died_ms in self._scan():
+            job_id = member.rpartition("@")[0]
+            if job_id in wanted:
+                newest[job_id] = max(newest.get(job_id, (0, 0.0)), (_fence_of(member), died_ms))
+        return {job_id: died_ms for job_id, (_, died_ms) in newest.items()}
+
     def _members_of(self, job_id: str) -> list[str]:
         # A scan is fine: lookups by id alone are rare and `dead` is capped.
         found = dict(self._scan(f"{_escaped(job_id)}@*"))

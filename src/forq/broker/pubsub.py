@@ -1,5 +1,6 @@
 """Subscriptions to the channels on which scripts publish, for use in a poll loop."""
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from forq.broker.link import CONNECT_TIMEOUT_SECONDS, connect
@@ -9,6 +10,9 @@ from forq.redis_url import CLUSTER, Address, read_address
 
 if TYPE_CHECKING:
     from forq.broker.connection import Connection
+
+# Channels per SUBSCRIBE command.
+SUBSCRIBE_BATCH = 500
 
 
 def connect_subscriber(
@@ -34,15 +38,16 @@ def connect_subscriber(
 
 
 class Subscription:
-    """Receives messages from all channels that match `pattern`, or with `exact` from the channel of that name.
+    """Receives messages from all channels that match one of `patterns`; with `exact` they are names of channels.
 
     Messages published while it is not connected are lost, so the owner must check the state after each `connect`.
     In a cluster any node will do: the nodes forward messages to each other.
     """
 
-    def __init__(self, url: str, pattern: str, *, name: str, exact: bool = False) -> None:
+    def __init__(self, url: str, *patterns: str, name: str, exact: bool = False) -> None:
         self._address = read_address(url)
-        self._pattern = pattern
+        # `connect` subscribes to these.
+        self.patterns: Sequence[str] = patterns
         self._name = name
         self._exact = exact
         self._connection: Connection | None = None
@@ -58,16 +63,26 @@ class Subscription:
     def connect(self) -> None:
         self.close()
         try:
-            self._connection = connect_subscriber(self._address, self._name, self._pattern)
-            self._connection.send(("SUBSCRIBE" if self._exact else "PSUBSCRIBE", self._pattern))
-            answer = self._connection.receive()
+            self._connection = connect_subscriber(self._address, self._name, self.patterns[0])
+            for start in range(0, len(self.patterns), SUBSCRIBE_BATCH):
+                self._subscribe(self._connection, self.patterns[start : start + SUBSCRIBE_BATCH])
         except OSError as exc:
             self.close()
             raise RedisUnavailable(f"cannot subscribe: {str(exc) or type(exc).__name__}") from exc
-        if isinstance(answer, Exception):
+        except BaseException:
             self.close()
-            raise RedisUnavailable(f"cannot subscribe: {answer}")
+            raise
         self._connection.socket.setblocking(False)
+
+    def _subscribe(self, connection: "Connection", patterns: Sequence[str]) -> None:
+        connection.send(("SUBSCRIBE" if self._exact else "PSUBSCRIBE", *patterns))
+        confirmed = 0
+        while confirmed < len(patterns):
+            answer = connection.receive()
+            if isinstance(answer, Exception):
+                raise RedisUnavailable(f"cannot subscribe: {answer}")
+            # The messages of earlier channels may arrive in between. The owner checks the state afterwards.
+            confirmed += answer[0] in (b"subscribe", b"psubscribe")
 
     def receive(self) -> list[tuple[str, str]]:
         """The messages that have arrived, as (channel, message); RedisUnavailable if the connection is broken."""

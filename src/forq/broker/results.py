@@ -7,6 +7,7 @@
 RESULT is JSON; '' if it was lost with its worker; or '!' and the reason why there is none.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,8 +18,8 @@ from forq.broker.keys import ended_channel, queue_base
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
 from forq.broker.record import read_error, show_record
-from forq.broker.scripts import OK, error_for, script
-from forq.errors import UnknownJob
+from forq.broker.scripts import NO_QUEUE, OK, error_for, script
+from forq.errors import ForqError, UnknownJob
 from forq.redis_url import database_of
 from forq.settings import EXTERNAL, OPTIONS, WORK
 from forq.values import check_job_id, check_queue_name, show_duration, show_time
@@ -125,6 +126,40 @@ class WaitStatus:
     state: WaitState
     fence: int = 0
     done: DoneJob | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class WaitCheck:
+    """The state of one of many jobs. `ended_ms`: of a done job that is kept; None: unknown."""
+
+    state: WaitState
+    target: WaitTarget | None
+    ended_ms: int | None = None
+
+
+def check_jobs(
+    link: Link, base: str, queue: str, jobs: Sequence[tuple[str, WaitTarget | None]], valid_ms: int
+) -> list[WaitCheck]:
+    """`ResultWaiter.check` for several jobs of a queue, given by id and target, in one round trip. The jobs of a queue
+    that no longer exists are "gone"."""
+    calls = [
+        (base, job_id, *(("", "") if target is None else (target.epoch, target.mark)), valid_ms)
+        for job_id, target in jobs
+    ]
+    checks: list[WaitCheck] = []
+    for reply, (_, target) in zip(link.run_batch(script("wait"), calls), jobs, strict=True):
+        if isinstance(reply, ForqError):
+            raise reply
+        if reply[0] == NO_QUEUE:
+            checks.append(WaitCheck("gone", target))
+            continue
+        if reply[0] != OK:
+            raise error_for(queue, reply)
+        state, epoch, mark = (part.decode() for part in reply[1:4])
+        # Results may be long, and only the end time is of interest.
+        ended_ms = reply[5][: reply[5].find(b" ")] if len(reply) > 5 else b""
+        checks.append(WaitCheck(state, WaitTarget(epoch, mark), int(ended_ms) if ended_ms.isdigit() else None))
+    return checks
 
 
 class ResultWaiter:
