@@ -4,6 +4,7 @@ import asyncio
 import json
 import re
 import socket
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,7 @@ import pytest
 from forq import Job, Queue, Snooze
 from forq.errors import NoReplica
 from tests.docs.pages import APP_GUIDES, PAGES, ROOT, Block, blocks
-from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.supervisor import BIN, Forq, running
 from tests.support.drive.wait import wait_until
 
 EXAMPLES = [
@@ -31,7 +32,7 @@ def examples(page: str) -> list[Block]:
 
 
 HANDLER, LONG_HANDLER, ASYNC_HANDLER = examples("docs/guide/handlers.md")
-TASKS, ENQUEUEING, HOOK = examples("docs/guide/apps.md")
+TASKS, ENQUEUEING, DECLARATIONS, HOOK = examples("docs/guide/apps.md")
 (FAIL_HANDLER,) = examples("docs/guide/retries-and-failures.md")
 (PRODUCING,) = examples("docs/guide/producing.md")
 (RESULTS,) = examples("docs/guide/results.md")
@@ -39,7 +40,7 @@ TASKS, ENQUEUEING, HOOK = examples("docs/guide/apps.md")
 (SCHEDULES,) = examples("docs/guide/schedules.md")
 (RELEASES,) = examples("docs/guide/releases.md")
 CLIENT, ASYNC_CLIENT, DEAD_JOBS, DRAIN, BULK = examples("docs/reference/python.md")
-HANDLER_BLOCKS = (HANDLER, LONG_HANDLER, ASYNC_HANDLER, FAIL_HANDLER, TASKS, HOOK)
+HANDLER_BLOCKS = (HANDLER, LONG_HANDLER, ASYNC_HANDLER, FAIL_HANDLER, TASKS, DECLARATIONS, HOOK)
 RUN_BLOCKS = (
     ENQUEUEING,
     PRODUCING,
@@ -195,6 +196,18 @@ def test_the_hook_of_the_guide_runs_around_a_task(
     app = execute(HOOK)["app"]
     app({"to": "a", "prices": []}, Job("shop", "1", "1", "bill", 5, 0.0, 1))
     assert re.fullmatch(r"bill took 0\.\d{3} s\n", capsys.readouterr().out)
+
+
+def test_the_declarations_of_the_guide_are_shown_by_forq_app(path: Path) -> None:
+    (path / "shop_mails.py").write_text(DECLARATIONS.text)
+    ran = subprocess.run([BIN / "forq", "app", "shop_mails:app", "--json"], cwd=path, capture_output=True, check=True)
+    definitions = json.loads(ran.stdout)
+    assert definitions["queues"]["mails"] == {
+        "concurrency": 8,
+        "rate": "100/1m",
+        "fail_handler": "shop_mails:notify",
+    }
+    assert definitions["schedules"].keys() == {"feeds", "mails"}
 
 
 def test_the_examples_for_producers_run(environment: None, queue: Callable[[str], Queue]) -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import redis
 
-from forq import Client, Queue
+from forq import App, Client, Queue
 from forq.broker.scripts import flags, script
 from forq.client import new_job
-from forq.errors import ForqError, RedisUnavailable, UnknownJob, UnknownQueue
+from forq.errors import ForqError, QueueFull, RedisUnavailable, UnknownJob, UnknownQueue
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import HANDLERS, Forq, running
 from tests.support.drive.wait import wait_until
@@ -257,8 +257,30 @@ def test_a_producer_that_connects_before_the_functions_exist_gets_a_clear_error(
         Client(server.url).create_queue("early")
         with server.connect() as admin:
             admin.function_flush()
-        with pytest.raises(RedisUnavailable, match=r"start a supervisor of this release, which loads them.*NOPERM"):
+        with pytest.raises(
+            RedisUnavailable, match=r"supervisor of this release loads them.*forq app.*--create.*NOPERM"
+        ):
             Client(url(server, "producer")).queue("early").enqueue(1)
+
+
+def early_task(number: int) -> None: ...
+
+
+def test_a_producer_of_tasks_needs_queues_that_a_deploy_step_creates(tmp_path: Path) -> None:
+    with server_with_recipe(tmp_path) as server:
+        producing, deploying = (App("early", url=url(server, user)) for user in ("producer", "worker"))
+        task = producing.task(early_task)
+        with pytest.raises(RedisUnavailable, match=r"forq app MODULE:APP --create"):
+            task.enqueue(1)
+        deploying.queue("other")
+        assert deploying.create_queue("other")
+        with pytest.raises(UnknownQueue, match=r"may not create it.*forq app MODULE:APP --create"):
+            task.enqueue(1)
+        deploying.queue("early", max_items=1)
+        assert deploying.create_queue("early")
+        task.enqueue(1)
+        with pytest.raises(QueueFull):
+            task.enqueue(2)
 
 
 def test_a_monitor_may_read_and_change_nothing(forq: Forq, server: Server) -> None:

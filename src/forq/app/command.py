@@ -16,14 +16,15 @@ from forq.app.definitions import Definitions
 from forq.app.loading import load_app, split_path
 from forq.errors import CannotImport, ExitCode, ForqError, UsageError
 
-EPILOG = (
-    "Without --create it needs no Redis. Exit status: 0; 2: wrong arguments; 78: the app cannot be imported, or its "
-    "definitions are invalid; 1: a queue cannot be created."
+ABOUT = (
+    "Imports an app and shows its tasks, queues, schedules and hooks. Without --create it needs no Redis. "
+    "Exit status: 0; 2: wrong arguments; 78: the app cannot be imported, or its definitions are invalid; "
+    "1: a queue cannot be created."
 )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.epilog = EPILOG
+    parser.description = ABOUT
     parser.add_argument("app", metavar="MODULE:APP", help="such as shop.tasks:app; the current directory is searched")
     parser.add_argument("--json", action="store_true", help="print the definitions as JSON")
     parser.add_argument(

@@ -323,7 +323,8 @@ class Link:
             self._eval_until = 0.0
             return RedisUnavailable(
                 f"Redis at {self.shown_url} does not have the functions of this release, and this user may neither "
-                f"load them nor use EVAL; start a supervisor of this release, which loads them: {text}"
+                "load them nor use EVAL; a supervisor of this release loads them, and so does `forq app MODULE:APP "
+                f"--create` with a user that may: {text}"
             )
         if text.startswith("NOPERM") or _names_command(text, "FUNCTION"):
             return CallNotAllowed(f"Redis at {self.shown_url} refused the call: {text}")
