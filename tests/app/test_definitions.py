@@ -99,6 +99,11 @@ def test_results_are_kept_for_an_hour_if_the_task_declares_one(
         ({"max_retries": -1}, "max_retries = -1 is not allowed: a whole number from 0"),
         ({"backoff": []}, r"backoff = \[\] is not allowed"),
         ({"queue": "no queue"}, "queue name 'no queue' is not allowed"),
+        ({"queue": ""}, "queue name '' is not allowed"),
+        ({"dead_on": ["x"]}, r"dead_on = \['x'\] is not allowed: a tuple of exceptions"),
+        ({"dead_on": (ValueError, 5)}, "dead_on = .* is not allowed: a tuple of exceptions"),
+        ({"aliases": "old"}, "aliases = 'old' is not allowed: a list of names"),
+        ({"aliases": 5}, "aliases = 5 is not allowed: a list of names"),
         ({"aliases": ["a b"]}, "job type 'a b' is not allowed: 1 to 200"),
         (
             {"every": "5m"},
@@ -111,6 +116,17 @@ def test_wrong_options_of_a_task_are_named_with_their_place(app: forq.App, optio
         app.task(**options)(send)
     assert app.tasks == {}
     assert app.definitions()["schedules"] == {}
+
+
+@pytest.mark.parametrize("name", ["", 5, "a b"])
+def test_wrong_names_of_tasks_are_refused(app: forq.App, name: Any) -> None:
+    with pytest.raises(InvalidTask, match=rf"^task {name} \({HERE}\): job type {name!r} is not allowed: 1 to 200"):
+        app.task(name=name)(send)
+
+
+def test_none_and_a_single_exception_are_allowed(app: forq.App) -> None:
+    task = app.task(name=None, queue=None, dead_on=KeyError)(send)  # type: ignore[call-overload]
+    assert (task.name, task.queue, task.dead_on) == ("send", "shop", (KeyError,))
 
 
 @pytest.mark.parametrize("length", [200, 201])

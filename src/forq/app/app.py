@@ -310,7 +310,8 @@ class App:
         return task.run_job(data, job)
 
     def _register(self, given: Mapping[str, Any], function: Callable[..., Any]) -> Task[..., Any]:
-        name = given.get("name") or str(getattr(function, "__name__", shown(function)))
+        given = {option: value for option, value in given.items() if value is not None}
+        name = given.get("name", getattr(function, "__name__", shown(function)))
         signature = Signature(function, name)
         place = place_of(function)
         where = f"task {name} ({place})"
@@ -319,8 +320,9 @@ class App:
                 near = suggestion(option, TaskOptions.__annotations__)
                 raise InvalidTask(f"{where}: @app.task has no option {shown(option)}{near}")
         try:
-            names = [check_type(each) for each in (name, *given.get("aliases", ()))]
-            queue = check_queue_name(given.get("queue") or self.name)
+            names = [check_type(each) for each in (name, *_check_aliases(given.get("aliases", ())))]
+            queue = check_queue_name(given.get("queue", self.name))
+            dead_on = _check_dead_on(given.get("dead_on", ()))
             attempt = {option: given[option] for option in _ATTEMPT_OPTIONS if option in given}
             options = check_attempt_options(**attempt, where=where)
         except ForqError as exc:
@@ -328,7 +330,7 @@ class App:
         if signature.keeps_result:
             options = options.over(AttemptOptions(keep_done_ms=KEEP_RESULTS_MS))
         kind: type[Task[..., Any]] = AsyncTask if inspect.iscoroutinefunction(function) else SyncTask
-        task = kind(self, function, name, queue, given.get("dead_on", ()), signature, options)
+        task = kind(self, function, name, queue, dead_on, signature, options)
         task.aliases = tuple(names[1:])
         if kind is SyncTask:
             self._hooks.check_sync_task(task.name)
@@ -346,3 +348,17 @@ class App:
         self.tasks[task.name] = task
         self._by_type |= dict.fromkeys(names, task)
         return task
+
+
+def _check_aliases(aliases: object) -> list[object]:
+    # The characters of a text would become names.
+    if isinstance(aliases, str) or not isinstance(aliases, Iterable):
+        raise InvalidTask(f"aliases = {shown(aliases)} is not allowed: a list of names")
+    return list(aliases)
+
+
+def _check_dead_on(dead_on: object) -> tuple[type[BaseException], ...]:
+    classes = dead_on if isinstance(dead_on, tuple) else (dead_on,)
+    if not all(isinstance(each, type) and issubclass(each, BaseException) for each in classes):
+        raise InvalidTask(f"dead_on = {shown(dead_on)} is not allowed: a tuple of exceptions, such as (ValueError,)")
+    return classes
