@@ -10,7 +10,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *s
 # Written by `make reference` and `make settings`.
 GENERATED = {ROOT / "docs/reference/forqctl.md", ROOT / "docs/reference/settings.md"}
 # Run by test_app_guides.
-APP_GUIDES = [ROOT / "docs/guide" / f"{name}.md" for name in ("async", "task-results", "hooks")]
+APP_GUIDES = [
+    ROOT / "docs/guide" / f"{name}.md"
+    for name in ("async", "task-results", "task-errors", "hooks", "from-celery", "from-rq", "from-dramatiq")
+]
 
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")

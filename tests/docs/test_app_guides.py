@@ -60,7 +60,7 @@ def forq(directory: Path) -> Iterator[Forq]:
     for file in sorted(directory.glob("*.py")):
         app = getattr(import_module(file.stem), "app", None)
         if isinstance(app, forq_package.App):
-            for queue in {task.queue for task in app.tasks.values()}:
+            for queue in app.queue_names():
                 settings += (
                     f'[queues.{queue}]\nhandler = "{file.stem}:app"\npath = ["{directory}"]\nkeep_done = "1h"\n\n'
                 )

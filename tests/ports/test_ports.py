@@ -1,0 +1,76 @@
+"""The ports of other queues' examples run."""
+
+import ast
+import io
+import tokenize
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.ports import arithmetic, fibonacci
+from tests.support.drive.supervisor import Forq, running
+from tests.support.drive.wait import wait_until
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[1]
+SETTINGS = "".join(
+    f'[queues.{name}]\nhandler = "{name}:app"\npath = ["{HERE}"]\nkeep_done = "1h"\n\n'
+    for name in ("arithmetic", "fibonacci")
+)
+
+
+@pytest.fixture(scope="module")
+def forq() -> Iterator[Forq]:
+    with running(settings=SETTINGS) as forq:
+        wait_until(lambda: all(each["state"] == "running" for each in forq.status()["queues"]), what="queues run")
+        yield forq
+
+
+@pytest.fixture(autouse=True)
+def environment(forq: Forq, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FORQ_REDIS", forq.url)
+
+
+def test_the_arithmetic_of_celerys_example_is_done() -> None:
+    refs = [
+        arithmetic.plus.enqueue(4, 4),
+        arithmetic.times.enqueue(8, 8),
+        arithmetic.total.enqueue([1, 2, 3]),
+    ]
+    assert [ref.result(timeout=30) for ref in refs] == [8, 64, 6]
+
+
+def test_the_numbers_of_rqs_example_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    fibonacci.main()
+    printed = sorted(capsys.readouterr().out.splitlines())
+    assert printed[0] == "fib(20) = 10946"
+    assert len(printed) == 14
+
+
+def test_the_schedules_of_the_examples_are_defined() -> None:
+    assert arithmetic.app.definitions()["schedules"]["arithmetic"]["greet"]["every"] == "10s"
+    schedules = fibonacci.app.definitions()["schedules"]["fibonacci"]
+    assert schedules["clean_up"]["every"] == "30m"
+    assert schedules["news"]["cron"] == "30 10 * * TUE"
+    assert schedules["news"]["data"] == {"kind": "weekly", "template": "news.html"}
+
+
+def code_lines(file: Path) -> int:
+    """Lines without blank lines, comments and docstrings."""
+    text = file.read_text()
+    docstrings: set[int] = set()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            docstrings |= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type in (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING):
+            lines |= set(range(token.start[0], token.end[0] + 1))
+    return len(lines - docstrings)
+
+
+@pytest.mark.parametrize("name", ["arithmetic", "fibonacci"])
+def test_the_guides_state_the_length_of_the_ports(name: str) -> None:
+    page = ROOT / "docs/guide" / {"arithmetic": "from-celery.md", "fibonacci": "from-rq.md"}[name]
+    assert f"({name}.py): {code_lines(HERE / f'{name}.py')} lines" in page.read_text().replace("\n", " ")
