@@ -6,10 +6,10 @@ from decimal import Decimal
 
 import pytest
 
-from forq import AsyncClient
+from forq import App, AsyncClient
 from forq.errors import JobDead
 from tests.support.drive.supervisor import HANDLERS, Forq, running
-from tests.support.drive.wait import wait_until
+from tests.support.drive.wait import wait_until, whole_lines
 from tests.support.handlers import shop
 
 pytestmark = pytest.mark.timeout(120)
@@ -66,3 +66,23 @@ def test_an_unknown_task_waits_for_a_worker_that_knows_it(forq: Forq) -> None:
     logged = wait_until(lambda: [line for line in forq.ctl("logs", "shop").splitlines() if job_id in line], what="log")
     assert "job snoozed" in logged[0]
     assert "no task 'nothing'; it has: bill, find, greet" in logged[0]
+
+
+def test_jobs_enqueued_before_the_first_supervisor_run_once_it_starts(redis_url: str) -> None:
+    """The producer makes the queue. The supervisor joins it, with its own options and a fail handler."""
+    producing = App("shop", url=redis_url)
+    producing.queue("shop", max_items=2, keep_done="1h")
+    refs = [producing.task_ref("greet").enqueue(name="you"), producing.task_ref("find").enqueue(key="missing")]
+    settings = f"""
+        [queues.shop]
+        handler = "shop:app"
+        fail_handler = "traced:on_fail"
+        path = ["{HANDLERS}"]
+        keep_done = "1h"
+        max_items = 100
+    """
+    with running(redis=redis_url, settings=settings) as forq:
+        assert refs[0].result(timeout=30) == "hello you, this is greet"
+        wait_until(lambda: [line for line in whole_lines(forq.trace_file) if f" failed={refs[1].id}/" in line])
+        producing.enqueue_many([producing.task_ref("greet").using(run_in=3600).prepare(name="x") for _ in range(3)])
+    producing.client.close()
