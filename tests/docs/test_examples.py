@@ -54,8 +54,8 @@ RUN_BLOCKS = (
     DRAIN,
     BULK,
 )
-# Needs Spark.
-NOT_RUN = examples("docs/guide/pipeline.md")
+# The first needs Spark; tests/end_to_end/test_fastapi.py runs the second.
+NOT_RUN = [*examples("docs/guide/pipeline.md"), *examples("docs/guide/fastapi.md")]
 
 
 def execute(block: Block, **names: object) -> dict[str, Any]:

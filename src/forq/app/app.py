@@ -5,6 +5,7 @@ import sys
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
@@ -21,7 +22,8 @@ from forq.app.hooks import Hooks
 from forq.app.places import calling_module, calling_place, place_of
 from forq.app.signature import Signature
 from forq.app.tasks import AsyncTask, JobRef, Prepared, RemoteTask, SyncTask, Task, later_or_dead
-from forq.client import Client, Queue
+from forq.broker.link import CALL_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS
+from forq.client import Client, Queue, check_timeout
 from forq.errors import ConfigError, ForqError, InvalidOption, InvalidTask, UnknownQueue, UsageError
 from forq.job import Job
 from forq.job_options import AttemptOptions, Duration, check_attempt_options
@@ -75,13 +77,21 @@ class Decorator(Protocol):
 class App:
     """A registry of tasks.
 
-    `name`: also the default queue of its tasks. `url`, `prefix`: as for Client. An app is a handler, too: a queue whose
-    handler is `package.module:app` runs its tasks.
+    `name`: also the default queue of its tasks. `url`, `prefix`, `timeout`, `connect_timeout`: as for Client. An app is
+    a handler, too: a queue whose handler is `package.module:app` runs its tasks.
     """
 
     runs_all_types = True
 
-    def __init__(self, name: str, *, url: str | None = None, prefix: str | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        *,
+        url: str | None = None,
+        prefix: str | None = None,
+        timeout: float | timedelta = CALL_TIMEOUT_SECONDS,
+        connect_timeout: float | timedelta = CONNECT_TIMEOUT_SECONDS,
+    ) -> None:
         self.name = check_queue_name(name)
         self.tasks: dict[str, Task[..., Any]] = {}
         # Tasks by their name and their aliases.
@@ -92,6 +102,8 @@ class App:
         self._module = calling_module()
         self._url = url
         self._prefix = prefix
+        self._timeout_seconds = check_timeout("timeout", timeout)
+        self._connect_timeout_seconds = check_timeout("connect_timeout", connect_timeout)
         self._hooks = Hooks(self.name)
         self._has_hooks = False
         self._client: Client | None = None
@@ -104,7 +116,12 @@ class App:
         """The client of this process."""
         if self._client is None:
             with self._lock:
-                self._client = self._client or Client(self._url, prefix=self._prefix)
+                self._client = self._client or Client(
+                    self._url,
+                    prefix=self._prefix,
+                    timeout=self._timeout_seconds,
+                    connect_timeout=self._connect_timeout_seconds,
+                )
         return self._client
 
     def _client_queue(self, name: str) -> Queue:
@@ -122,7 +139,12 @@ class App:
             from forq.async_client import AsyncClient
 
             with self._lock:
-                self._async_client = self._async_client or AsyncClient(self._url, prefix=self._prefix)
+                self._async_client = self._async_client or AsyncClient(
+                    self._url,
+                    prefix=self._prefix,
+                    timeout=self._timeout_seconds,
+                    connect_timeout=self._connect_timeout_seconds,
+                )
         return self._async_client
 
     @overload
