@@ -115,6 +115,8 @@ def test_a_queue_that_the_app_does_not_declare_is_not_created(client: Client) ->
         send.using(queue="mials").enqueue("a")
     with pytest.raises(UnknownQueue, match=r"to declare it: app\.queue\('other'\)"):
         app.task_ref("send", queue="other").enqueue(to="a")
+    with pytest.raises(UnknownQueue, match=r"app 'bare' does not declare it; to declare it: app\.queue\('bare'\)"):
+        forq.App("bare", url=client.url).task_ref("send").enqueue(to="a")
     assert client.queues() == {}
 
 

@@ -198,11 +198,6 @@ class App:
                 f"app {self.name!r}, schedule {shown(key)} ({place}): {shown(job)} is not a prepared job of this app; "
                 "pass TASK.prepare(ARGUMENTS)"
             )
-        if job.queue not in self.queue_names():
-            raise InvalidTask(
-                f"app {self.name!r}, schedule {shown(key)} ({place}): the app has no queue {job.queue!r}"
-                f"{suggestion(job.queue, self.queue_names())}; to declare it: app.queue({job.queue!r})"
-            )
         self._add_schedule(declare_schedule(key, job, options, self.name, place))
 
     def _add_schedule(self, schedule: DeclaredSchedule) -> None:
@@ -268,7 +263,7 @@ class App:
         if queue not in names:
             raise UnknownQueue(
                 f"no queue {queue!r}: it is not in Redis, and app {self.name!r} does not declare it"
-                f"{suggestion(queue, names)}; to declare it: app.queue({queue!r})"
+                f"{suggestion(queue, names) if names else ''}; to declare it: app.queue({queue!r})"
             )
         declared = self._declared_queues.get(queue)
         return {} if declared is None else declared.options

@@ -12,6 +12,7 @@ from forq.app.declarations import DeclaredQueue, DeclaredSchedule
 from forq.app.places import place_of
 from forq.app.tasks import AsyncTask, Task
 from forq.errors import InvalidTask
+from forq.settings import suggestion
 
 FORMAT = 1
 
@@ -53,6 +54,11 @@ def define(
         tables[name] = queues[name].table(app_name) if name in queues else {}
     scheduled: dict[str, dict[str, dict[str, Any]]] = {}
     for (queue, key), schedule in sorted(schedules.items()):
+        if queue not in tables:
+            raise InvalidTask(
+                f"app {app_name!r}, schedule {key!r} ({schedule.place}): the app has no queue {queue!r}"
+                f"{suggestion(queue, tables)}; to declare it: app.queue({queue!r})"
+            )
         scheduled.setdefault(queue, {})[key] = dict(schedule.table)
     return {
         "format": FORMAT,
