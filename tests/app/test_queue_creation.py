@@ -120,6 +120,7 @@ def test_a_queue_that_the_app_does_not_declare_is_not_created(client: Client) ->
     assert client.queues() == {}
 
 
+@pytest.mark.one_server
 def test_without_permission_the_error_names_the_command(client: Client, redis_url: str) -> None:
     admin = redis.Redis.from_url(redis_url)
     send.enqueue("load the library")
