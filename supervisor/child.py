@@ -424,6 +424,7 @@ class Child:
 
     `keep_fds` are inherited in addition to those of the ChildTable. `kernel_limits`: whether the kernel enforces
     `resources`. `stopped` and `resumed` (a counter) follow stop signals; `on_stop` is called when they change.
+    `on_grace_end` is called when the grace period of `stop` is over.
 
     The constructor raises OSError if the system is out of processes, descriptors or control groups.
     """
@@ -443,6 +444,7 @@ class Child:
         on_invalid: Callable[[str], None] | None = None,
         on_end: Callable[[Exit], None],
         on_stop: Callable[[], None] | None = None,
+        on_grace_end: Callable[[], None] | None = None,
     ) -> None:
         self.name = name
         self.started = time.monotonic()
@@ -451,6 +453,7 @@ class Child:
         self.stopped = False
         self.resumed = 0
         self._on_stop = on_stop
+        self._on_grace_end = on_grace_end
         self._children = children
         self._on_line = on_line
         self._on_invalid = on_invalid
@@ -569,6 +572,8 @@ class Child:
             os.killpg(self.pid, signal.SIGTERM)
         except ProcessLookupError:
             return
+        if self._on_grace_end is not None:
+            self._on_grace_end()
         # Programs of exec handlers have their own process groups.
         self._delegate("term", lambda: signal_descendants(self.pid, signal.SIGTERM))
         self._timer = self._children.loop.call_later(TERM_GROUP_SECONDS, self.kill)

@@ -33,6 +33,8 @@ log = logging.getLogger("forq")
 
 # If the minder does not beat within this time after a job is condemned, the interpreter counts as stuck.
 BEAT_SECONDS = 0.5
+# A job whose code runs on the event loop for this long blocks it.
+BLOCKED_NS = 500_000_000
 # How long a process may take to exit after all its workers have left.
 EXIT_SECONDS = 5.0
 # Our own messages are far shorter, but a handler that finds the leash may write anything to it.
@@ -134,6 +136,8 @@ class QueueProcess:
         self._left: set[int] = set()
         self._counting: list[int] = []
         self._condemned: dict[int, Condemned] = {}
+        # Jobs that a user killed and whose coroutines are being cancelled.
+        self._cancelling: dict[int, Condemned] = {}
         self._exceeded: Exceeded | None = None
         self._stuck = False
         board = deps.scoreboard
@@ -237,6 +241,25 @@ class QueueProcess:
             self.retiring = True
             self.child.signal(signal.SIGTERM)
 
+    def kill_job(self, slot: Slot, position: int, outcome: str, cause: str) -> None:
+        """Ends the job at this position at the request of a user. A coroutine is cancelled; the job is condemned only
+        if that does not end it in time."""
+        lenience_ms = slot.lenience_ms
+        if not lenience_ms or slot.number in self._condemned:
+            self.condemn(slot, position, outcome, cause)
+            return
+        job = slot.job.decode(errors="replace")
+        log.warning("cancelling a job queue=%s job=%s cause=%s pid=%s", self.spec.name, job, cause, self.child.pid)
+        self._cancelling[slot.number] = Condemned(position, outcome, cause)
+        self.send({"cancel": slot.number, "position": position, "outcome": outcome})
+
+        def condemn_if_running() -> None:
+            # While it is settled, it keeps its position.
+            if not self.child.ended and slot.position == position and slot.state == State.BUSY:
+                self.condemn(slot, position, outcome, cause)
+
+        self._deps.children.loop.call_later(lenience_ms / 1000, condemn_if_running)
+
     def condemn(self, slot: Slot, position: int, outcome: str, cause: str) -> None:
         """Ends the job at this position."""
         known = self._condemned.get(slot.number)
@@ -253,6 +276,9 @@ class QueueProcess:
             self._deps.children.loop.call_later(BEAT_SECONDS, lambda: self._end_if_stuck(since_ns))
             if not self.retiring:
                 self._owner.replace_process(self, cause)
+            if cause != OVERDUE:
+                # Sets Job.should_stop: the job may end on its own while the others finish.
+                self.send({"cancel": slot.number, "position": position, "outcome": outcome})
         self.stacks.take(lambda dump: self._on_dump(slot, dump))
 
     def exceed(self, limit: Exceeded) -> None:
@@ -296,6 +322,7 @@ class QueueProcess:
             on_invalid=self._invalid_leash,
             on_end=self._on_end,
             on_stop=lambda: self.watch.stopped_or_continued(),
+            on_grace_end=self._cancel_coroutines,
         )
 
     def _on_line(self, line: bytes) -> None:
@@ -357,7 +384,29 @@ class QueueProcess:
             self._deps.children.loop.call_later(EXIT_SECONDS, self.child.kill)
 
     def _overdue(self, slot: Slot, position: int) -> None:
-        self.condemn(slot, position, "timed_out", OVERDUE)
+        blocker = self._loop_blocker(slot)
+        if blocker is None:
+            self.condemn(slot, position, "timed_out", OVERDUE)
+            return
+        # No coroutine of this process can continue. Only the one that blocks the event loop counts.
+        self.condemn(blocker, blocker.position, "timed_out", OVERDUE)
+        for each in self._slots():
+            if each.lenience_ms and each.position & 1 and each.number not in self._condemned:
+                self.condemn(each, each.position, "interrupted", "interrupted")
+
+    def _loop_blocker(self, overdue: Slot) -> Slot | None:
+        """The worker whose job blocks the event loop on which the overdue coroutine waits; None if none does."""
+        if not overdue.lenience_ms:
+            return None
+        before_ns = time.monotonic_ns() - BLOCKED_NS
+        return next(
+            (each for each in self._slots() if each.number != overdue.number and 0 < each.step_ns < before_ns), None
+        )
+
+    def _cancel_coroutines(self) -> None:
+        """At the end of the grace period: they can end in order before the kill."""
+        if any(slot.lenience_ms for slot in self._slots()):
+            self.send({"cancel": None})
 
     def _on_dump(self, slot: Slot, dump: str) -> None:
         condemned = self._condemned.get(slot.number)
@@ -417,7 +466,7 @@ class QueueProcess:
     def _last_position(self, slot: Slot, end: Exit, running: int) -> dict[str, Any]:
         at = slot.read_position()
         since = slot.running_since_ns()
-        condemned = self._condemned.get(slot.number)
+        condemned = self._condemned.get(slot.number) or self._cancelling.get(slot.number)
         over = self._exceeded_limit(end)
         stack: str | None = None
         if condemned is not None and condemned.position == slot.position:

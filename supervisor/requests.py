@@ -112,7 +112,7 @@ class RunningJobVerbs:
             raise UnknownJob(f"queue {queue.spec.name!r} runs no job {job_id!r} in a process of this supervisor")
         process, slot, position = found
         outcome = "interrupted" if request.params.get("retry") else "cancelled"
-        process.condemn(slot, position, outcome, "killed")
+        process.kill_job(slot, position, outcome, "killed")
         request.reply(
             {
                 "id": job_id,

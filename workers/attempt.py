@@ -23,8 +23,8 @@ from forq.broker.enqueue import MAX_SECONDS
 from forq.broker.record import pack_data, unpack
 from forq.errors import MAX_SNOOZE_SECONDS, ForqError, InvalidData, Snooze
 from forq.job import Job, Reporter, TaskResult
-from forq.output.writer import CURRENT_JOB
 from forq.procs.scoreboard import POSITION, STARTED, TIMEOUT, Slot
+from forq.workers.event_loop import CANCEL_MS, Cancelled, EventLoop, Run
 from forq.workers.exec_handlers import MAX_NAME, ProgramFailed
 from forq.workers.handlers import Handlers, class_name, exit_if_forked_from, safe_text
 from forq.workers.tracing import Tracing
@@ -37,8 +37,6 @@ MAX_TRACEBACK = 8000
 MAX_REASON = 300
 # Prefix of that reason, in place of a result.
 NO_RESULT = b"!"
-# A coroutine is cancelled at its deadline; if it still runs after this time, its process is killed.
-CANCEL_MS = 1000
 # Job.should_stop is true when this part of the timeout is left, but not earlier than STOP_EARLY_MS before the end.
 STOP_EARLY_PART = 10
 STOP_EARLY_MS = 5000
@@ -78,6 +76,7 @@ class AttemptRunner:
         slot: Slot | None = None,
         reporter: Reporter | None = None,
         tracing: Tracing | None = None,
+        event_loop: EventLoop | None = None,
     ) -> None:
         self.timeout_seconds = 0.0
         self.max_result_bytes = 0
@@ -86,6 +85,9 @@ class AttemptRunner:
         self.stopping: Callable[[], bool] = _never
         # Position of the job that was asked to end.
         self.killed = 0
+        self._killed_as = Cancelled.RETURNED
+        # The last attempt was a coroutine that ended because of `cancel`.
+        self.interrupted: Cancelled | None = None
         # Of the last attempt, if it succeeded and the queue keeps results.
         self.result: bytes | None = None
         # Of the last attempt, if it failed. The loop clears it: it holds the handler's variables.
@@ -95,12 +97,15 @@ class AttemptRunner:
         self._slot = slot
         self._reporter = reporter
         self._tracing = tracing
-        self._runner: asyncio.Runner | None = None
+        self._owns_event_loop = event_loop is None
+        self._event_loop = event_loop or EventLoop()
+        # The coroutine of the running job.
+        self._run: Run | None = None
         self._pid = os.getpid()
 
     def run(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned."""
-        self.result = None
+        self.result = self.interrupted = None
         try:
             data, job = self._read(job_id, record, fence)
             if self._slot is not None:
@@ -109,7 +114,7 @@ class AttemptRunner:
                 result = self._handlers.for_type(job.type)(data, job)
                 # Not isinstance, which a user's class may override.
                 if type(result) is CoroutineType:
-                    result = self._run_async(_tagged_with_job(job_id, result))
+                    result = self._run_async(job_id, result)
             if self.max_result_bytes:
                 self.result = encode_result(result, self.max_result_bytes)
         except BaseException as exc:  # a handler may raise anything, even SystemExit; the worker continues
@@ -149,30 +154,45 @@ class AttemptRunner:
     def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
         return read_job(self.queue, job_id, record, fence)
 
-    def _run_async(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        if self._runner is None:
-            self._runner = asyncio.Runner()
-        if self._slot is None or not self.timeout_seconds:
-            return self._runner.run(coroutine)
-        self._slot.lenience_ms = CANCEL_MS
+    def _run_async(self, job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Runs it on the event loop of the process, and cancels it at its deadline."""
+        slot = self._slot
+        if slot is None:
+            return self._event_loop.finish(self._event_loop.begin(coroutine, job_id, None), 0)
+        slot.lenience_ms = CANCEL_MS
+        run = self._run = self._event_loop.begin(coroutine, job_id, slot.words)
+        if self.killed == slot.words[POSITION]:
+            self._event_loop.cancel(run, self._killed_as)
         try:
-            return self._runner.run(_with_deadline(coroutine, self.timeout_seconds))
+            return self._event_loop.finish(run, self.timeout_seconds)
+        except BaseException as exc:
+            if run.cancelled is Cancelled.TIMEOUT:
+                # An exception that the handler raised instead is an ordinary failure.
+                if type(exc) is asyncio.CancelledError:
+                    late = _DeadlinePassed(f"cancelled at its deadline, after {self.timeout_seconds:g} s")
+                    # Shows where the handler was cancelled.
+                    raise late.with_traceback(exc.__traceback__) from None
+            elif run.cancelled is not None:
+                self.interrupted = run.cancelled
+            raise
         finally:
-            self._slot.lenience_ms = 0
+            self._run = None
+            slot.lenience_ms = 0
+
+    def cancel(self, position: int | None, outcome: Cancelled) -> None:
+        """Minder: the job at this position (None: any) has to end. Cancels a coroutine; the supervisor kills others."""
+        if self._slot is None or position not in (None, self._slot.position):
+            return
+        # In this order: the worker reads `killed` after it has set `_run`.
+        self._killed_as, self.killed = outcome, self._slot.position
+        if (run := self._run) is not None:
+            self._event_loop.cancel(run, outcome)
 
     def close(self) -> None:
-        """Stops programs and cancels leftover tasks. Tasks that ignore it end with the process."""
+        """Stops programs."""
         self._handlers.close()
-        if self._runner is None:
-            return
-        loop = self._runner.get_loop()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        if tasks:
-            _, tasks = loop.run_until_complete(asyncio.wait(tasks, timeout=CANCEL_MS / 1000))
-        if not tasks:
-            self._runner.close()
+        if self._owns_event_loop:
+            self._event_loop.close()
 
 
 class FailAttemptRunner(AttemptRunner):
@@ -217,27 +237,6 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
 
 def _never() -> bool:
     return False
-
-
-async def _tagged_with_job(job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
-    # Tasks that it starts inherit this, and may outlive it.
-    CURRENT_JOB.set(job_id)
-    return await coroutine
-
-
-async def _with_deadline(coroutine: Coroutine[Any, Any, Any], seconds: float) -> Any:
-    deadline = asyncio.timeout(seconds)
-    try:
-        async with deadline:
-            return await coroutine
-    except TimeoutError as exc:
-        # A TimeoutError raised by the handler itself is an ordinary failure.
-        if not deadline.expired():
-            raise
-        # Keeps the traceback of the place where the handler was cancelled, without asyncio's own frames.
-        late = _DeadlinePassed(f"cancelled at its deadline, after {seconds:g} s")
-        cancelled = exc.__cause__
-        raise late.with_traceback(None if cancelled is None else cancelled.__traceback__) from None
 
 
 class _DeadlinePassed(TimeoutError):

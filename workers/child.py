@@ -26,6 +26,7 @@ from forq.queue_spec import QueueSpec
 from forq.settings import Value
 from forq.values import show_size
 from forq.workers.attempt import AttemptRunner, FailAttemptRunner
+from forq.workers.event_loop import EventLoop
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers, describe_exception, load_fail_handler, load_handlers, safe_text
 from forq.workers.job_log import JobLog
@@ -133,6 +134,7 @@ class _WorkerPool:
         self._progress = ProgressSender(settings.context.url, settings.context.prefix)
         self._tracing = _start_tracing(settings)
         self._job_log = JobLog()
+        self._event_loop = EventLoop()
         self._loops: list[Loop] = []
         self._code = ExitCode.STOPPED
         self._reason = ""
@@ -164,6 +166,7 @@ class _WorkerPool:
                 thread.start()
             for thread in threads:
                 thread.join()
+        self._event_loop.close()
         self._job_log.close()
         if self._tracing is not None:
             self._tracing.close()
@@ -279,14 +282,15 @@ class _WorkerPool:
 
     def _attempt_runner(self, slot: Slot, handlers: Handlers) -> AttemptRunner:
         name = self._settings.spec.name
-        return AttemptRunner(name, handlers, slot, self._progress.reporter(slot, name), self._tracing)
+        return AttemptRunner(name, handlers, slot, self._progress.reporter(slot, name), self._tracing, self._event_loop)
 
     def _fail_loop(
         self, slot: Slot, fail: Handlers, numbers: TurnNumbers | None = None, kind: type[WorkerLoop] = WorkerLoop
     ) -> WorkerLoop:
         name = self._settings.spec.name
         fails = fail_queue(name)
-        attempts = FailAttemptRunner(name, fail, slot, self._progress.reporter(slot, fails), self._tracing)
+        reporter = self._progress.reporter(slot, fails)
+        attempts = FailAttemptRunner(name, fail, slot, reporter, self._tracing, self._event_loop)
         return self._worker_loop(slot, attempts, numbers=numbers, queue=fails, kind=kind)
 
     def _retry_loop(self, slot: Slot, handlers: Handlers, fail: Handlers | None) -> RetryLoop:

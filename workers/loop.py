@@ -43,6 +43,7 @@ from forq.procs.scoreboard import (
     WorkerStats,
 )
 from forq.workers.attempt import NO_RESULT, AttemptRunner
+from forq.workers.event_loop import Cancelled
 from forq.workers.grant import Grant
 from forq.workers.job_log import DroppedResult, FailedAttempt, JobLog
 from forq.workers.recycling import Recycling
@@ -148,6 +149,8 @@ class WorkerLoop:
         self._results: Results = []
         self._results_bytes = 0
         self._unsettled = 0
+        # A job has not run to its end: its coroutine was cancelled, by a user or at the end of the grace period.
+        self._interrupted = False
         self._parked: State | None = None
         # The reply to a turn that was sent along with a blocking wait.
         self._prefetched: Turn | None = None
@@ -252,6 +255,10 @@ class WorkerLoop:
                 base, previous = self._turn_bits(), 0
                 continue
             self._run_one(batch[index], started)
+            if self._interrupted:
+                # Its position stays until the next turn, which returns it with the rest of the batch.
+                finish_output()
+                return
             previous = started
             index += 1
             ran += 1
@@ -270,6 +277,13 @@ class WorkerLoop:
         micros = (self._now() - started) // 1000
         if micros >= MARK_END_MIN_US:
             mark_job_end(id_text)
+        if self._attempts.interrupted is not None:
+            self._attempts.raised = None
+            if self._attempts.interrupted is Cancelled.REMOVED:
+                _wait_for_kill()
+            self.slot.words[STATE] = State.SETTLING
+            self._interrupted = True
+            return
         self._unsettled += 1
         if self._stats is not None:
             self._micros.append(micros)
@@ -293,7 +307,7 @@ class WorkerLoop:
 
     def settle(self) -> None:
         """Settles without claiming."""
-        if self._unsettled:
+        if self._unsettled or self._interrupted:
             self._take_turn(keep=0, want=0)
 
     def _take_turn(self, keep: int, want: int) -> Turn | None:
@@ -328,7 +342,7 @@ class WorkerLoop:
         self._publish_turn()
         self.slot.words[DONE] += self._unsettled
         self._limits = turn.limits
-        self._done, self._failed, self._unsettled = [], [], 0
+        self._done, self._failed, self._unsettled, self._interrupted = [], [], 0, False
         self._results, self._results_bytes = [], 0
         self._log_fate(turn)
         if self._dropped is not None:
@@ -447,6 +461,10 @@ class WorkerLoop:
         self._stop.set()
         self._grant.stop()
 
+    def cancel(self, position: int | None, outcome: Cancelled) -> None:
+        """Ends the coroutine of the job at this position (None: of any)."""
+        self._attempts.cancel(position, outcome)
+
     def blocked_client_id(self) -> int | None:
         """The Redis client id of this worker's connection while it may be blocked; else None."""
         return self.consumer.link.client_id if self._blocking else None
@@ -497,3 +515,9 @@ class WorkerLoop:
         self._micros, self._failures = [], 0
         if micros:
             stats.count(int(self._fence), batch, micros, failures, self._now())
+
+
+def _wait_for_kill() -> None:
+    """A job that a user killed ends with its process, even if its coroutine has ended: only recovery cancels a running
+    job and keeps the dispatch that is blocked behind it."""
+    threading.Event().wait()

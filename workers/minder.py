@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 import orjson
 from setproctitle import setproctitle
@@ -30,6 +30,7 @@ from forq.procs.lines import LineBuffer
 from forq.procs.scoreboard import Slot, State
 from forq.procs.treekill import children_of, kill_descendants, read_stat
 from forq.values import show_progress
+from forq.workers.event_loop import Cancelled
 from forq.workers.exec_handlers import running_programs
 from forq.workers.grant import Grant
 from forq.workers.recycling import Recycling
@@ -59,6 +60,8 @@ class MindedLoop(Protocol):
     def stopping(self) -> bool: ...
 
     def stop(self) -> None: ...
+
+    def cancel(self, position: int | None, outcome: Cancelled) -> None: ...
 
     def blocked_client_id(self) -> int | None: ...
 
@@ -158,7 +161,8 @@ class Minder:
             self._idle_beats = 0
 
     def _read_leash(self) -> None:
-        """One message per line: {"go" | "wait" | "yield": slot number}, `begin`, or `ping` (the next beat answers)."""
+        """One message per line: {"go" | "wait" | "yield": slot number}, `begin`, `ping` (the next beat answers), or
+        `cancel` (a slot number with position and outcome; null: every coroutine, at the end of the grace period)."""
         try:
             received = self._leash.recv(4096)
         except OSError:
@@ -167,11 +171,20 @@ class Minder:
             self._exit_with_supervisor()
         self._lines.push(received)
         while (line := self._lines.pop()) is not None:
-            ((kind, number),) = orjson.loads(line).items()
+            message = orjson.loads(line)
+            kind, number = next(iter(message.items()))
             if kind == "begin":
                 self._allow_begin()
+            elif kind == "cancel":
+                self._cancel(number, message)
             elif kind != "ping":
                 self._grants[number].receive(kind)
+
+    def _cancel(self, number: int | None, message: dict[str, Any]) -> None:
+        outcome = Cancelled(message.get("outcome", Cancelled.RETURNED))
+        for loop in self._loops:
+            if number is None or loop.slot.number == number:
+                loop.cancel(message.get("position"), outcome)
 
     def _exit_with_supervisor(self) -> None:
         kill_descendants(os.getpid())

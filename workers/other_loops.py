@@ -15,6 +15,7 @@ from forq.broker.claim import Consumer
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.procs.backoff import reconnecting
 from forq.procs.scoreboard import DONE, STATE, Slot, State
+from forq.workers.event_loop import Cancelled
 from forq.workers.loop import OUT_OF_MEMORY_SECONDS, WorkerLoop
 
 log = logging.getLogger("forq")
@@ -43,6 +44,10 @@ class RetryLoop:
     def stop(self) -> None:
         for loop in self._loops:
             loop.stop()
+
+    def cancel(self, position: int | None, outcome: Cancelled) -> None:
+        for loop in self._loops:
+            loop.cancel(position, outcome)
 
     def blocked_client_id(self) -> int | None:
         return self._lane.blocked_client_id()
@@ -99,6 +104,9 @@ class IdleLoop:
     def stop(self) -> None:
         self._stop.set()
 
+    def cancel(self, position: int | None, outcome: Cancelled) -> None:
+        """It runs no jobs."""
+
     def blocked_client_id(self) -> int | None:
         return None
 
@@ -138,6 +146,9 @@ class ReleaseLoop:
 
     def stop(self) -> None:
         self._stop.set()
+
+    def cancel(self, position: int | None, outcome: Cancelled) -> None:
+        """It runs no jobs."""
 
     def blocked_client_id(self) -> int | None:
         return self._consumer.link.client_id if self._blocking else None

@@ -140,7 +140,7 @@ def test_progress_belongs_to_one_position_and_its_text_is_cut_between_characters
     slot.words[POSITION] = first
     assert slot.progress() is None
     assert slot.show_progress(first, 0.29, "ü" * 100)
-    assert slot.progress() == (0.29, "ü" * 55)
+    assert slot.progress() == (0.29, "ü" * 51)
     assert bytes(neighbour.bytes) == bytes(SLOT_BYTES)
     slot.words[POSITION] = second
     assert slot.progress() is None

@@ -1,5 +1,6 @@
 """One process of a queue, with a fake child: its messages, condemned jobs, and the recovery after its end."""
 
+import time
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -13,7 +14,7 @@ from forq.queue_spec import QueueSpec
 from forq.settings import defaults
 from forq.supervisor import process as process_module
 from forq.supervisor.child import Exit
-from forq.supervisor.process import BEAT_SECONDS, EXIT_SECONDS, ProcessDeps, QueueProcess
+from forq.supervisor.process import BEAT_SECONDS, BLOCKED_NS, EXIT_SECONDS, ProcessDeps, QueueProcess
 from tests.supervisor.fakes import CRASHED, FakeLoop, fake_child_class
 
 
@@ -126,6 +127,75 @@ def test_a_condemned_job_that_ends_in_time_does_not_kill_its_process(stage: Stag
     stage.loop.run(0.01)
     assert stage.children.made[0].kills == 0
     assert not process.was_condemned
+
+
+def begin_coroutine(stage: Stage, number: int) -> int:
+    position = stage.begin_job(number)
+    stage.board.slot(number).lenience_ms = 1000
+    return position
+
+
+def test_a_coroutine_that_a_user_kills_is_cancelled_and_condemned_only_a_second_later(stage: Stage) -> None:
+    process = stage.start(concurrency=2)
+    number = process.slots[0]
+    slot, position = stage.board.slot(number), begin_coroutine(stage, number)
+    process.kill_job(slot, position, "cancelled", "killed")
+    child = stage.children.made[0]
+    assert child.sent == [{"cancel": number, "position": position, "outcome": "cancelled"}]
+    stage.loop.run(0.9)
+    assert not process.was_condemned
+    stage.loop.run(0.2)
+    assert process.was_condemned
+    stage.loop.run(0.01)
+    process.recover(CRASHED)
+    assert ("cancelled", "killed") in stage.outcomes()
+
+
+@pytest.mark.parametrize("settling", [False, True])
+def test_a_killed_coroutine_that_ends_in_time_leaves_its_process_alone(stage: Stage, settling: bool) -> None:
+    process = stage.start()
+    number = process.slots[0]
+    slot, position = stage.board.slot(number), begin_coroutine(stage, number)
+    process.kill_job(slot, position, "interrupted", "killed")
+    if settling:
+        slot.state = State.SETTLING
+    else:
+        stage.end_job(number)
+    stage.loop.run(5)
+    assert (stage.children.made[0].kills, process.was_condemned) == (0, False)
+    process.recover(CRASHED)
+    assert (stage.outcomes() == [("interrupted", "killed")]) == settling
+
+
+def test_only_the_job_that_blocks_the_event_loop_is_counted(stage: Stage) -> None:
+    process = stage.start(concurrency=4)
+    overdue, blocker, other, _ = (stage.board.slot(number) for number in process.slots)
+    positions = [begin_coroutine(stage, slot.number) for slot in (overdue, blocker, other)]
+    blocker.step_ns = time.monotonic_ns() - BLOCKED_NS - 1
+    process._overdue(overdue, positions[0])
+    process.recover(CRASHED)
+    assert [outcome for outcome, _ in stage.outcomes()[1:]] == ["interrupted", "timed_out", "interrupted"]
+
+
+def test_a_loop_that_runs_another_job_for_a_moment_is_not_blocked(stage: Stage) -> None:
+    process = stage.start(concurrency=2)
+    overdue, other = (stage.board.slot(number) for number in process.slots)
+    positions = [begin_coroutine(stage, slot.number) for slot in (overdue, other)]
+    other.step_ns = time.monotonic_ns()
+    process._overdue(overdue, positions[0])
+    process.recover(CRASHED)
+    assert [outcome for outcome, _ in stage.outcomes()] == ["timed_out", "suspect"]
+
+
+def test_coroutines_are_cancelled_at_the_end_of_the_grace_period(stage: Stage) -> None:
+    process = stage.start()
+    child = stage.children.made[0]
+    stage.begin_job(process.slots[0])
+    child.options["on_grace_end"]()
+    assert child.sent == []
+    begin_coroutine(stage, process.slots[0])
+    child.options["on_grace_end"]()
+    assert child.sent == [{"cancel": None}]
 
 
 def test_a_condemned_job_alone_in_its_process_kills_it(stage: Stage) -> None:

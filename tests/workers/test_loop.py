@@ -1,5 +1,6 @@
 """The loop of a worker against a scripted broker: what it publishes, settles and drops, step by step."""
 
+import asyncio
 import gc
 import logging
 import threading
@@ -18,6 +19,7 @@ from forq.procs.scoreboard import POSITION, TAKEN, PositionParts, Scoreboard, Sl
 from forq.settings import defaults
 from forq.workers import job_log
 from forq.workers.attempt import AttemptRunner
+from forq.workers.event_loop import Cancelled
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
 from forq.workers.loop import (
@@ -113,7 +115,7 @@ class Rig:
         self.answer = "go"
         self.loop = WorkerLoop(
             self.consumer,  # type: ignore[arg-type]
-            AttemptRunner("q", Handlers({None: handler})),
+            AttemptRunner("q", Handlers({None: handler}), self.slot),
             self.slot,
             expiry_ms=1000,
             limits=LIMITS,
@@ -647,3 +649,20 @@ def test_results_that_cannot_be_kept_are_logged_once_a_second(caplog: pytest.Log
         "job is done, but its result is not kept (and 2 more since the last message) queue=q job=d "
     )
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+
+
+def test_a_cancelled_coroutine_keeps_its_position_until_the_next_turn_returns_it() -> None:
+    async def handle(data: Any, job: Any) -> None:
+        if job.id == "b":
+            rig.loop.cancel(rig.slot.position, Cancelled.RETURNED)
+            await asyncio.sleep(60)
+
+    rig = Rig(handle, jobs("a", "b", "c"), NOTHING)
+    rig.step()
+    assert unpack_position(rig.slot.position).index == 1
+    assert (unpack_position(rig.slot.position).running, rig.slot.state) == (True, State.SETTLING)
+    rig.loop.settle()
+    rig.loop.close()
+    last = rig.consumer.calls[-1]
+    assert (last.done[::3], last.failed, last.keep) == ([b"a"], [], 0)
+    assert (rig.slot.done, unpack_position(rig.slot.position).running) == (1, False)

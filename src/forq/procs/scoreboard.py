@@ -3,7 +3,7 @@
 Scoreboard: one slot per worker. A write takes tens of nanoseconds; the supervisor and pulse read without any request,
 even while Redis is down. It is mapped before the forks, so children need no descriptor. A slot has 512 bytes: 16 words
 of 8 bytes, each written in one aligned store (never torn), four texts with a length byte in front (a reader may see
-them half written: they are only displayed), and two more words.
+them half written: they are only displayed), and three more words.
 
 AttemptStats: wait and run times of attempts, for the metrics service. An entry belongs to a queue and has one writer at
 a time. It outlives its worker, and the next worker of the queue continues it: counters never decrease while the queue
@@ -34,8 +34,8 @@ PROGRESS_PARTS = 1_000_000
 JOB_AT, JOB_MAX = 128, 128
 QUEUE_AT, QUEUE_MAX = 264, 64
 WORKER_AT, WORKER_MAX = 330, 48
-PROGRESS_AT, PROGRESS_MAX = 384, 111
-TAKEN, MINDER = 62, 63
+PROGRESS_AT, PROGRESS_MAX = 384, 103
+STEP, TAKEN, MINDER = 61, 62, 63
 
 _WATCHING, _HIGHEST = 0, 1
 
@@ -162,9 +162,12 @@ class Slot:
     position = _Cell(POSITION)
     # The full number of the last turn whose reply the worker has read. The loop writes it before POSITION.
     turn = _Cell(TURN)
-    # Time limit of a job in ms (0: none), and how long after that its worker may end it on its own.
+    # Time limit of a job in ms (0: none), and how long after that its worker may end it on its own; not 0 while a
+    # coroutine runs.
     timeout_ms = _Cell(TIMEOUT)
     lenience_ms = _Cell(LENIENCE)
+    # While code of the job runs on the event loop of its process: since when.
+    step_ns = _Cell(STEP)
     # Not zero while the supervisor has a timer for this worker; written by the supervisor.
     guarded = _Cell(GUARDED)
     thread = _Cell(THREAD)

@@ -1,0 +1,311 @@
+"""The event loop of a queue's process: one thread that runs the coroutines of all its workers.
+
+1. A worker hands over the coroutine of its job and waits for its end. So `concurrency` is the number of jobs on the
+   loop, and jobs can share locks, sessions and connection pools.
+2. A job's asyncio task is cancelled at its deadline, when the job is killed, and at the end of the grace period.
+3. While code of a job runs on the loop, its slot shows since when (STEP). If the loop is blocked, all its jobs miss
+   their deadlines; the supervisor then finds the job that blocks it, even if C code holds the interpreter.
+4. Coroutines that belong to no job (the lifespan of an app) run here, too.
+"""
+
+import asyncio
+import logging
+import os
+import sys
+import threading
+import time
+from asyncio import AbstractEventLoop, Handle
+from collections.abc import Coroutine
+from contextlib import suppress
+from contextvars import ContextVar, copy_context
+from enum import Enum
+from types import FrameType
+from typing import Any
+
+from forq.errors import ExitCode
+from forq.output.streams import finish_output
+from forq.output.writer import CURRENT_JOB
+from forq.procs.scoreboard import LENIENCE, STEP
+from forq.workers.handlers import exit_if_forked_from
+
+log = logging.getLogger("forq")
+
+# A coroutine that still runs this long after it was cancelled is killed with its process.
+CANCEL_MS = 1000
+# A loop that does not deliver a cancellation within this time counts as blocked. Below CANCEL_MS: the blocker must be
+# known when the supervisor kills the process.
+BLOCKED_SECONDS = 0.5
+# For tasks that jobs left behind, and for the thread itself.
+CLOSE_SECONDS = 1.0
+# Of a coroutine without timeout: threading accepts no infinity.
+_NO_TIMEOUT = -1
+
+_getpid, _monotonic_ns = os.getpid, time.monotonic_ns
+_HANDLE_RUN = getattr(Handle._run, "__code__", None)
+
+
+class Cancelled(Enum):
+    """Why a coroutine was cancelled."""
+
+    TIMEOUT = "timeout"
+    # Killed by a user: the job is removed, or returned to its queue.
+    REMOVED = "cancelled"
+    RETURNED = "interrupted"
+
+
+class EventLoop:
+    """Starts its thread with the first coroutine. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._loop: AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._starting = threading.Lock()
+        self._closing = False
+        self._pid = os.getpid()
+
+    @property
+    def started(self) -> bool:
+        return self._loop is not None
+
+    def begin(self, coroutine: Coroutine[Any, Any, Any], job_id: str | None, words: "memoryview[int] | None") -> "Run":
+        """Starts a coroutine, in a copy of the caller's context."""
+        run = Run(coroutine, job_id, words)
+        loop = self._loop or self._start()
+        loop.call_soon_threadsafe(run.start, loop, context=copy_context())
+        return run
+
+    def finish(self, run: "Run", timeout_seconds: float) -> Any:
+        """Waits for the coroutine, cancels it after `timeout_seconds` (0: never). Returns its result or raises its
+        exception."""
+        ended = run.ended
+        try:
+            if not ended.acquire(timeout=timeout_seconds or _NO_TIMEOUT):
+                requested_ns = _monotonic_ns()
+                self.cancel(run, Cancelled.TIMEOUT)
+                if not ended.acquire(timeout=BLOCKED_SECONDS):
+                    self._show_blocker(run, requested_ns)
+                    ended.acquire()
+        except BaseException:  # raised in this thread by a signal handler, or by another thread
+            self.cancel(run, Cancelled.RETURNED)
+            raise
+        raised, run.raised = run.raised, None
+        if raised is None:
+            return run.result
+        try:
+            raise raised
+        finally:
+            # The traceback refers to this frame.
+            del raised, run
+
+    def cancel(self, run: "Run", why: Cancelled) -> None:
+        loop = self._loop
+        if loop is not None:
+            # The loop is closed: the process is ending.
+            with suppress(RuntimeError):
+                loop.call_soon_threadsafe(run.cancel, why)
+
+    def close(self) -> None:
+        """Cancels what is left on the loop and ends its thread. Tasks that ignore it end with the process."""
+        loop, thread = self._loop, self._thread
+        if loop is None or thread is None or os.getpid() != self._pid:
+            return
+        self._closing = True
+        loop.call_soon_threadsafe(lambda: loop.create_task(_shut_down(loop)))
+        thread.join(2 * CLOSE_SECONDS)
+        if not thread.is_alive():
+            loop.close()
+            self._loop = None
+
+    def executing_frame(self) -> FrameType | None:
+        """The innermost frame of the loop's thread."""
+        thread = self._thread
+        return None if thread is None or thread.ident is None else sys._current_frames().get(thread.ident)
+
+    def executing_run(self) -> "Run | None":
+        """The run whose code the loop executes now, also in a task or callback that it started."""
+        frame = self.executing_frame()
+        while frame is not None:
+            if frame.f_code is _HANDLE_RUN:
+                run: Run | None = frame.f_locals["self"]._context.get(_RUN)
+                return run
+            frame = frame.f_back
+        return None
+
+    def _show_blocker(self, overdue: "Run", since_ns: int) -> None:
+        """If the loop has not delivered the cancellation, another job blocks it. STEP of that job's slot is set while
+        its own coroutine runs, but not while a task runs that it started: then it is set here."""
+        if overdue.cancelled is not None or (run := self.executing_run()) is None or run is overdue:
+            return
+        words, loop = run.words, self._loop
+        if words is None or loop is None or words[STEP] or not words[LENIENCE]:
+            return
+        words[STEP] = since_ns
+        with suppress(RuntimeError):
+            # Runs when the loop is no longer blocked.
+            loop.call_soon_threadsafe(words.__setitem__, STEP, 0)
+
+    def _start(self) -> AbstractEventLoop:
+        with self._starting:
+            if self._loop is None:
+                loop = asyncio.new_event_loop()
+                self._thread = threading.Thread(target=self._run, args=(loop,), name="forq-event-loop", daemon=True)
+                self._thread.start()
+                os.register_at_fork(after_in_child=self._stop_after_fork)
+                self._loop = loop
+            return self._loop
+
+    def _run(self, loop: AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        while not self._closing:
+            # A task that raises SystemExit or KeyboardInterrupt, or calls loop.stop(), ends run_forever. The exception
+            # is also that of the task; the other jobs go on.
+            with suppress(BaseException):
+                loop.run_forever()
+            exit_if_forked_from(self._pid)
+            if loop.is_closed():
+                log.critical("a handler closed the event loop; ending the process")
+                os._exit(ExitCode.FAILED)
+
+    def _stop_after_fork(self) -> None:
+        """In a process that a handler forked. If its coroutine suspends there, the loop must not continue: it would run
+        the other jobs a second time."""
+        loop, thread = self._loop, self._thread
+        if loop is not None and thread is not None and thread.ident == threading.get_ident():
+            loop.stop()
+
+
+class Run:
+    """One coroutine on the loop: awaits it, and keeps what it returned or raised.
+
+    It is also the awaitable between the task and the coroutine, so that every step of the coroutine passes here.
+    """
+
+    __slots__ = (
+        *("_coroutine", "_pid", "_send", "_throw", "cancelled", "ended", "finished", "job_id", "raised", "result"),
+        *("started", "task", "words"),
+    )
+
+    def __init__(
+        self, coroutine: Coroutine[Any, Any, Any], job_id: str | None, words: "memoryview[int] | None"
+    ) -> None:
+        self.job_id = job_id
+        self.words = words
+        self.result: Any = None
+        self.raised: BaseException | None = None
+        # Why it was cancelled; set by the loop's thread.
+        self.cancelled: Cancelled | None = None
+        self.task: asyncio.Task[None] | None = None
+        self.started = self.finished = False
+        # Released at the end.
+        self.ended = threading.Lock()
+        self.ended.acquire()
+        self._coroutine = coroutine
+        self._send, self._throw = coroutine.send, coroutine.throw
+        self._pid = _getpid()
+
+    @property
+    def coroutine(self) -> Coroutine[Any, Any, Any]:
+        return self._coroutine
+
+    def start(self, loop: AbstractEventLoop) -> None:
+        """On the loop. The context is that of the coroutine: tasks that it starts inherit it, and may outlive it."""
+        _RUN.set(self)
+        if self.job_id is not None:
+            CURRENT_JOB.set(self.job_id)
+        try:
+            self.task = loop.create_task(self._run())
+            self.task.add_done_callback(self._task_done)
+        except BaseException as exc:  # a task factory of the user
+            self.raised = exc
+            self._coroutine.close()
+            self._finish()
+
+    def cancel(self, why: Cancelled) -> None:
+        """On the loop."""
+        # A kill by a user overrides a timeout; a task is cancelled once.
+        first, self.cancelled = self.cancelled is None, why if why is not Cancelled.TIMEOUT else self.cancelled or why
+        # A task that is cancelled before its first step would end without running at all.
+        if first and self.started and not self.finished and self.task is not None:
+            self.task.cancel()
+
+    async def _run(self) -> None:
+        self.started = True
+        if self.cancelled is not None and self.task is not None:
+            self.task.cancel()
+        try:
+            self.result = await self
+        except BaseException as exc:  # a handler may raise anything; SystemExit would end the loop
+            self.raised = exc
+        finally:
+            exit_if_forked_from(self._pid)
+            self._finish()
+
+    def _task_done(self, task: "asyncio.Task[None]") -> None:
+        """Code of the user may cancel any task, even before its first step."""
+        if not self.finished:
+            self.raised = asyncio.CancelledError()
+            self._coroutine.close()
+            self._finish()
+
+    def _finish(self) -> None:
+        self.finished = True
+        # Incomplete lines that this job printed.
+        finish_output()
+        self.ended.release()
+
+    def __await__(self) -> "Run":
+        return self
+
+    def __iter__(self) -> "Run":
+        return self
+
+    def __next__(self) -> Any:
+        return self.send(None)
+
+    def send(self, value: Any) -> Any:
+        words = self.words
+        if words is not None:
+            words[STEP] = _monotonic_ns()
+        try:
+            return self._send(value)
+        finally:
+            # First: a forked process shares the slot.
+            if _getpid() != self._pid:
+                os._exit(0)
+            if words is not None:
+                words[STEP] = 0
+
+    def throw(self, *exception: Any) -> Any:
+        words = self.words
+        if words is not None:
+            words[STEP] = _monotonic_ns()
+        try:
+            return self._throw(*exception)
+        finally:
+            if _getpid() != self._pid:
+                os._exit(0)
+            if words is not None:
+                words[STEP] = 0
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+
+# The run to which the code on the loop belongs.
+_RUN: ContextVar[Run] = ContextVar("forq_run")
+
+
+async def _shut_down(loop: AbstractEventLoop) -> None:
+    this = asyncio.current_task()
+    tasks = {task for task in asyncio.all_tasks(loop) if task is not this}
+    for task in tasks:
+        task.cancel()
+    try:
+        if tasks:
+            await asyncio.wait(tasks, timeout=CLOSE_SECONDS)
+        await asyncio.wait_for(loop.shutdown_asyncgens(), CLOSE_SECONDS)
+        await asyncio.wait_for(loop.shutdown_default_executor(), CLOSE_SECONDS)
+    except TimeoutError:
+        log.warning("code that a handler left running on the event loop does not end; it ends with the process")
+    finally:
+        loop.stop()
