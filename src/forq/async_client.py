@@ -9,20 +9,34 @@
 import asyncio
 import os
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
 from functools import partial
 from types import TracebackType
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
+from forq.api_types import (
+    CatchUp,
+    Durable,
+    Duration,
+    IfExists,
+    JobInfo,
+    Mode,
+    Overlap,
+    QueueOptions,
+    QueueStatus,
+    ScheduleInfo,
+    State,
+    UpdateRunAt,
+)
 from forq.broker.async_connection import run_blocking
 from forq.broker.async_link import AsyncLink, Pool
 from forq.broker.async_subscription import Listener, SharedSubscription
 from forq.broker.dead import DeadChanged, DeadPage
 from forq.broker.enqueue import NewJob
-from forq.broker.inspect import Page, State
+from forq.broker.inspect import Page
 from forq.broker.keys import DEFAULT_PRIORITY, ended_channel, handed_channel, queue_base
 from forq.broker.leases import Lease, LeaseReply, Leases
 from forq.broker.link import CALL_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS
@@ -113,7 +127,7 @@ class AsyncClient:
         return AsyncQueue(self, check_queue_name(name))
 
     async def create_queue(
-        self, name: str, *, mode: str = "work", max_queues: int = DEFAULT_MAX_QUEUES, **options: Any
+        self, name: str, *, mode: Mode = "work", max_queues: int = DEFAULT_MAX_QUEUES, **options: Unpack[QueueOptions]
     ) -> "AsyncQueue":
         """See Client.create_queue."""
         await self._run(lambda client: client.create_queue(name, mode=mode, max_queues=max_queues, **options))
@@ -123,7 +137,7 @@ class AsyncClient:
         """See Client.delete_queue."""
         return await self._run(lambda client: client.delete_queue(name, force=force))
 
-    async def queues(self) -> dict[str, str]:
+    async def queues(self) -> dict[str, Mode]:
         """See Client.queues."""
         return await self._run(lambda client: client.queues())
 
@@ -289,11 +303,11 @@ class AsyncQueue:
         run_in: timedelta | float | None = None,
         type: str | None = None,
         token: str | None = None,
-        if_exists: str = "update",
+        if_exists: IfExists = "update",
         update_data: bool = True,
-        update_run_at: bool | str = True,
+        update_run_at: UpdateRunAt = True,
         reset_counts: bool | None = None,
-        durable: str | None = None,
+        durable: Durable | None = None,
     ) -> str:
         """See Queue.enqueue. A call that is cancelled has stored the job or not: use a `token` to repeat it."""
         return await self._run(
@@ -315,13 +329,13 @@ class AsyncQueue:
         )
 
     async def enqueue_many(
-        self, jobs: Iterable[Any], *, tokens: Iterable[str] | None = None, durable: str | None = None
+        self, jobs: Iterable[Any], *, tokens: Iterable[str] | None = None, durable: Durable | None = None
     ) -> list[str]:
         """See Queue.enqueue_many."""
         return await self._run(lambda queue: queue.enqueue_many(jobs, tokens=tokens, durable=durable))
 
     async def enqueue_jobs(
-        self, jobs: Iterable[NewJob], *, if_exists: str = "update", durable: str | None = None
+        self, jobs: Iterable[NewJob], *, if_exists: IfExists = "update", durable: Durable | None = None
     ) -> list[str]:
         """See Queue.enqueue_jobs."""
         return await self._run(lambda queue: queue.enqueue_jobs(jobs, if_exists=if_exists, durable=durable))
@@ -382,7 +396,7 @@ class AsyncQueue:
                     listener.close()
             await asyncio.sleep(pause_seconds)
 
-    async def job(self, id: str) -> dict[str, Any]:
+    async def job(self, id: str) -> JobInfo:
         """See Queue.job."""
         return await self._run(lambda queue: queue.job(id))
 
@@ -440,15 +454,15 @@ class AsyncQueue:
         self,
         key: str,
         *,
-        every: float | str | timedelta | None = None,
+        every: Duration | None = None,
         cron: str | None = None,
         zone: str | None = None,
         data: Any = None,
         priority: int = DEFAULT_PRIORITY,
         type: str | None = None,
-        overlap: str = "skip",
-        catch_up: str = "once",
-        jitter: float | str | timedelta = 0,
+        overlap: Overlap = "skip",
+        catch_up: CatchUp = "once",
+        jitter: Duration = 0,
     ) -> datetime:
         """See Queue.schedule."""
         return await self._run(
@@ -466,7 +480,7 @@ class AsyncQueue:
             )
         )
 
-    async def schedules(self) -> list[dict[str, Any]]:
+    async def schedules(self) -> list[ScheduleInfo]:
         """See Queue.schedules."""
         return await self._run(lambda queue: queue.schedules())
 
@@ -478,7 +492,7 @@ class AsyncQueue:
         """See Queue.trigger."""
         return await self._run(lambda queue: queue.trigger(key))
 
-    async def status(self) -> Mapping[str, Any]:
+    async def status(self) -> QueueStatus:
         """See Queue.status."""
         return await self._run(lambda queue: queue.status())
 

@@ -7,13 +7,27 @@
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sized
+from collections.abc import Callable, Iterable, Sized
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
-from typing import Any, Literal, Self, TypeVar, overload
+from typing import Any, Literal, Self, TypeVar, Unpack, cast, overload
 
+from forq.api_types import (
+    CatchUp,
+    Durable,
+    Duration,
+    IfExists,
+    JobInfo,
+    Mode,
+    Overlap,
+    QueueOptions,
+    QueueStatus,
+    ScheduleInfo,
+    State,
+    UpdateRunAt,
+)
 from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
 from forq.broker.enqueue import (
     DEFAULT_UPDATE,
@@ -25,7 +39,7 @@ from forq.broker.enqueue import (
     new_job,
     plain_jobs,
 )
-from forq.broker.inspect import Counts, Inspector, Page, State
+from forq.broker.inspect import Counts, Inspector, Page
 from forq.broker.keys import DEFAULT_PRIORITY
 from forq.broker.leases import Lease, LeaseReply, Leases
 from forq.broker.link import CALL_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS, Link
@@ -133,7 +147,7 @@ class Client:
         return Queue(self, check_queue_name(name))
 
     def create_queue(
-        self, name: str, *, mode: str = "work", max_queues: int = DEFAULT_MAX_QUEUES, **options: Any
+        self, name: str, *, mode: Mode = "work", max_queues: int = DEFAULT_MAX_QUEUES, **options: Unpack[QueueOptions]
     ) -> "Queue":
         """Creates the queue in Redis, or uses the existing one.
 
@@ -163,9 +177,9 @@ class Client:
             pass
         return dropped
 
-    def queues(self) -> dict[str, str]:
+    def queues(self) -> dict[str, Mode]:
         """Every queue with its mode."""
-        return Registry(self.link(), self.prefix).names()
+        return cast(dict[str, Mode], Registry(self.link(), self.prefix).names())
 
     def close(self) -> None:
         """Closes this thread's connection; the next call opens another."""
@@ -205,11 +219,11 @@ class Queue:
         run_in: timedelta | float | None = None,
         type: str | None = None,
         token: str | None = None,
-        if_exists: str = "update",
+        if_exists: IfExists = "update",
         update_data: bool = True,
-        update_run_at: bool | str = True,
+        update_run_at: UpdateRunAt = True,
         reset_counts: bool | None = None,
-        durable: str | None = None,
+        durable: Durable | None = None,
     ) -> str:
         """Stores a job and returns its id; when it returns, the job is in Redis.
 
@@ -243,7 +257,7 @@ class Queue:
         return self._producer().enqueue([job], update, durable)[0]
 
     def enqueue_many(
-        self, jobs: Iterable[Any], *, tokens: Iterable[str] | None = None, durable: str | None = None
+        self, jobs: Iterable[Any], *, tokens: Iterable[str] | None = None, durable: Durable | None = None
     ) -> list[str]:
         """Stores many jobs, each given as its data; returns their ids.
 
@@ -262,7 +276,7 @@ class Queue:
         return self._producer().enqueue_many(jobs_with_tokens(jobs, tokens), durable=durable)
 
     def enqueue_jobs(
-        self, jobs: Iterable[NewJob], *, if_exists: str = "update", durable: str | None = None
+        self, jobs: Iterable[NewJob], *, if_exists: IfExists = "update", durable: Durable | None = None
     ) -> list[str]:
         """The same for jobs made with `forq.client.new_job(data, id=…, priority=…, token=…, run_at=…)`."""
         update = DEFAULT_UPDATE if if_exists == "update" else Update(if_exists)
@@ -313,9 +327,9 @@ class Queue:
         waiter = ResultWaiter(self._client.link(), self._client.prefix, self.name, id)
         return wait_for_result(waiter, to_seconds(timeout))
 
-    def job(self, id: str) -> dict[str, Any]:
+    def job(self, id: str) -> JobInfo:
         """Everything known about a job; UnknownJob if the queue has no job with this id."""
-        return self._inspector().job(id)
+        return cast(JobInfo, self._inspector().job(id))
 
     def pause(self) -> None:
         """Stops all supervisors from starting jobs of the queue; running jobs continue. Lasts until `resume`."""
@@ -393,15 +407,15 @@ class Queue:
         self,
         key: str,
         *,
-        every: float | str | timedelta | None = None,
+        every: Duration | None = None,
         cron: str | None = None,
         zone: str | None = None,
         data: Any = None,
         priority: int = DEFAULT_PRIORITY,
         type: str | None = None,
-        overlap: str = "skip",
-        catch_up: str = "once",
-        jitter: float | str | timedelta = 0,
+        overlap: Overlap = "skip",
+        catch_up: CatchUp = "once",
+        jitter: Duration = 0,
     ) -> datetime:
         """Enqueues a job at each tick: at the interval `every` (seconds, a timedelta, "5m"), or at the times of a
         5-field `cron` expression in a time `zone` (default UTC). Returns the next tick.
@@ -425,9 +439,9 @@ class Queue:
         next_ms = self._schedules().set(Schedule.from_mapping(key, given))
         return datetime.fromtimestamp(next_ms / 1000, UTC)
 
-    def schedules(self) -> list[dict[str, Any]]:
+    def schedules(self) -> list[ScheduleInfo]:
         """Every schedule of the queue: its definition, its next tick, its counts."""
-        return self._schedules().all()
+        return cast(list[ScheduleInfo], self._schedules().all())
 
     def unschedule(self, key: str) -> bool:
         """Removes a schedule, but not its jobs. False if there is none."""
@@ -437,9 +451,9 @@ class Queue:
         """Enqueues a job of the schedule now and returns its id; the ticks stay. Exists if that would overlap."""
         return self._schedules().trigger(key)
 
-    def status(self) -> Mapping[str, Any]:
+    def status(self) -> QueueStatus:
         """The number of jobs in each state."""
-        return asdict(self._inspector().counts())
+        return cast(QueueStatus, asdict(self._inspector().counts()))
 
     def _leases(self) -> Leases:
         return Leases(self._client.link(), self._client.prefix, self.name)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import forq
+from forq.api_types import JobInfo
 from forq.app.tasks import JobRef
 from forq.client import Client
 from forq.errors import InvalidData, InvalidTask, Snooze, UsageError
@@ -59,7 +60,7 @@ def queue(redis_url: str) -> Iterator[OneQueue]:
         app._client.close()
 
 
-def stored(queue: OneQueue, ref: JobRef[Any]) -> dict[str, Any]:
+def stored(queue: OneQueue, ref: JobRef[Any]) -> JobInfo:
     return Client(queue.link.url).queue(ref.queue).job(ref.id)
 
 

@@ -5,6 +5,7 @@ from datetime import timedelta
 from typing import Any, assert_type
 
 import forq
+from forq.api_types import JobInfo, QueueStatus, RefState
 from forq.app.tasks import AsyncTask, JobRef, Prepared, SyncTask
 
 app = forq.App("shop")
@@ -100,6 +101,54 @@ async def right_async_uses() -> None:
     async for ref in forq.as_completed([await digest.aenqueue(7)]):
         assert_type(await ref.aresult(), list[str])
     await send.aenqueue(7)  # wrong
+
+
+def right_uses_of_clients(client: forq.Client) -> None:
+    queue = client.create_queue("mails", mode="work", max_retries=5, keep_done="1h", journal=True)
+    assert_type(queue.enqueue({"to": "a"}, if_exists="skip", update_run_at="if_later", durable="replica"), str)
+    assert_type(queue.job("42"), JobInfo)
+    assert_type(queue.job("42")["retry_count"], int)
+    assert_type(queue.job("42").get("fence"), int | None)
+    assert_type(queue.status(), QueueStatus)
+    assert_type(queue.status()["oldest_waiting_seconds"], float | None)
+    assert_type(queue.dead().jobs[0]["died_at"], float)
+    assert_type(queue.retry_dead("42"), str)
+    assert_type(queue.retry_dead(all=True).done, int)
+    assert_type(plain.ref("42").state(), RefState)
+    queue.jobs("blocked")
+    queue.schedule("daily", cron="0 9 * * *", overlap="queue", catch_up="all")
+
+
+async def uses_of_async_clients(client: forq.AsyncClient) -> None:
+    queue = await client.create_queue("mails", mode="on_request", lease=10)
+    assert_type(await queue.enqueue(1), str)
+    assert_type((await queue.job("42"))["state"] == "done", bool)
+    await client.create_queue("mails", mod="work")  # wrong
+    await queue.enqueue(1, if_exists="replace")  # wrong
+    await queue.enqueue_many([1], durable="disk")  # wrong
+    await queue.jobs("running")  # wrong
+    (await queue.job("42"))["stat"]  # wrong
+    (await queue.status())["waitin"]  # wrong
+    await queue.schedule("daily", every=60, overlap="wait")  # wrong
+
+
+def wrong_uses_of_clients(client: forq.Client) -> None:
+    queue = client.queue("mails")
+    client.create_queue("mails", mode="werk")  # wrong
+    client.create_queue("mails", max_retrys=5)  # wrong
+    client.create_queue("mails", max_retries="5")  # wrong
+    queue.enqueue(1, if_exists="replace")  # wrong
+    queue.enqueue(1, update_run_at="later")  # wrong
+    queue.enqueue(1, durable="disk")  # wrong
+    queue.enqueue_jobs([{"to": "a"}])  # wrong
+    queue.jobs("running")  # wrong
+    queue.job("42")["stat"]  # wrong
+    queue.status()["waitin"]  # wrong
+    queue.retry_dead()  # wrong
+    queue.retry_dead(all=False)  # wrong
+    queue.schedule("daily", every=60, catch_up="some")  # wrong
+    send.using(if_exists="replace")  # wrong
+    send.using(durable=True)  # wrong
 
 
 def wrong_uses() -> None:

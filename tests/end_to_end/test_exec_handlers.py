@@ -89,7 +89,7 @@ def test_a_program_may_set_the_time_of_the_next_attempt(forq: Forq, tmp_path: Pa
     forq.client().queue("later").enqueue({"do": "fail", "how": {"error": "later", "retry_at": at}}, id="l")
     wait_until(lambda: forq.queue_status("later")["scheduled"] == 1, what="it is scheduled")
     shown = forq.client().queue("later").job("l")
-    assert abs(shown["run_at"] - at) < 0.01
+    assert shown["run_at"] == pytest.approx(at, abs=0.01)
     assert shown["retry_count"] == 1
 
 

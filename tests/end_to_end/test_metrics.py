@@ -131,7 +131,7 @@ def test_a_wait_is_as_long_as_the_job_waited_and_a_delay_does_not_count() -> Non
         queue.enqueue(0, id="moved")
         queue.enqueue(0, id="moved", run_in=0.3)
         wait_until(lambda: queue.status()["waiting"] == 3, what="all are due")
-        wait_until(lambda: queue.status()["oldest_waiting_seconds"] > 0.6, what="the first has waited")
+        wait_until(lambda: (queue.status()["oldest_waiting_seconds"] or 0) > 0.6, what="the first has waited")
         forq.ctl("resume", "q")
         wait_until(lambda: queue.status()["done"] == 3, what="all done")
         samples = fresh(scraper)
@@ -232,7 +232,7 @@ def test_health_is_green_while_a_job_runs_within_its_timeout() -> None:
         queue.enqueue(3600, id="takes-its-time")
         wait_until(lambda: forq.traces("start"), what="it runs")
         queue.enqueue(0)
-        wait_until(lambda: queue.status()["oldest_waiting_seconds"] > 2, what="the other is old")
+        wait_until(lambda: (queue.status()["oldest_waiting_seconds"] or 0) > 2, what="the other is old")
         assert scraper.health() == (200, [])
 
 

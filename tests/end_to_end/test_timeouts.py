@@ -3,10 +3,10 @@
 import statistics
 import time
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
+from forq.api_types import JobInfo
 from tests.support.drive.supervisor import HANDLERS, Forq, running
 from tests.support.drive.wait import wait_until
 
@@ -19,9 +19,8 @@ def forq() -> Iterator[Forq]:
         yield forq
 
 
-def job(forq: Forq, queue: str, job_id: str) -> dict[str, Any]:
-    shown: dict[str, Any] = forq.client().queue(queue).job(job_id)
-    return shown
+def job(forq: Forq, queue: str, job_id: str) -> JobInfo:
+    return forq.client().queue(queue).job(job_id)
 
 
 def starts(forq: Forq, queue: str, job_id: str, event: str = "start") -> list[float]:

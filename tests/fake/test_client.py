@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from forq.api_types import UpdateRunAt
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.results import ResultWaiter
 from forq.client import Client, Queue
@@ -67,7 +68,7 @@ def test_refuse_raises_exists_and_changes_nothing(q: Queue) -> None:
     [(True, True, True), (True, False, True), (False, True, False), ("if_later", True, True),
      ("if_later", False, False), ("if_earlier", True, False), ("if_earlier", False, True)],
 )  # fmt: skip
-def test_update_run_at_controls_the_new_time(q: Queue, update_run_at: bool | str, later: bool, moves: bool) -> None:
+def test_update_run_at_controls_the_new_time(q: Queue, update_run_at: UpdateRunAt, later: bool, moves: bool) -> None:
     now = datetime.now(UTC).replace(microsecond=0)
     before, after = now + timedelta(hours=2), now + timedelta(hours=3 if later else 1)
     q.enqueue(1, id="a", run_at=before)

@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -149,7 +149,7 @@ class ProducerThread:
 
 
 def holds_nothing(forq: Forq, queue: str) -> bool:
-    status = forq.client().queue(queue).status()
+    status: Mapping[str, object] = forq.client().queue(queue).status()
     states = ("waiting", "scheduled", "blocked", "active", "retry", "dead", "in_flight")
     return not any(status[state] for state in states)
 

@@ -113,7 +113,7 @@ def test_the_recipe_for_producers_allows_it(pair: Pair, queue: Queue) -> None:
 
 def test_another_word_is_refused(queue: Queue) -> None:
     with pytest.raises(UsageError, match="durable 'disk' is not allowed: 'replica'"):
-        queue.enqueue(1, durable="disk")
+        queue.enqueue(1, durable="disk")  # type: ignore[arg-type]
     assert queue.status()["waiting"] == 0
 
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
+from forq.api_types import Durable, IfExists
 from forq.app.declarations import (
     DeclaredQueue,
     DeclaredSchedule,
@@ -281,9 +282,9 @@ class App:
     def enqueue_many(self, jobs: Iterable[Prepared[R]]) -> list[JobRef[R]]:
         """Stores prepared jobs in bulk, in one call per queue; returns their refs in the same order."""
         prepared = list(jobs)
-        groups: dict[tuple[str, str, str | None], list[int]] = {}
-        for number, (_, queue, _, update, durable, _) in enumerate(prepared):
-            groups.setdefault((queue, update.if_exists, durable), []).append(number)
+        groups: dict[tuple[str, IfExists, Durable | None], list[int]] = {}
+        for number, (_, queue, _, if_exists, durable, _) in enumerate(prepared):
+            groups.setdefault((queue, if_exists, durable), []).append(number)
         refs: list[JobRef[R] | None] = [None] * len(prepared)
         for (queue, if_exists, durable), numbers in groups.items():
             new_jobs = [prepared[number].job for number in numbers]

@@ -7,9 +7,10 @@
 
 from collections.abc import Callable, Coroutine, Mapping
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any, Generic, Literal, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
-from forq.broker.enqueue import DEFAULT_UPDATE, NewJob, Update, new_job
+from forq.api_types import Durable, IfExists, RefState
+from forq.broker.enqueue import NewJob, new_job
 from forq.errors import ArgumentsDoNotFit, ForqError, Permanent, Snooze, UnknownJob, UnknownQueue, UsageError
 from forq.job import RUNNING, Job, TaskResult
 from forq.job_options import AttemptOptions
@@ -41,8 +42,8 @@ class JobOptions(TypedDict, total=False):
     run_at: datetime | float
     run_in: timedelta | float
     token: str
-    if_exists: Literal["update", "skip", "refuse"]
-    durable: Literal["replica"]
+    if_exists: IfExists
+    durable: Durable
 
 
 NO_OPTIONS = AttemptOptions()
@@ -66,13 +67,12 @@ class JobRef(Generic[T]):
     def app(self) -> "App":
         return self._task.app
 
-    def state(self) -> str:
-        """The job's state: waiting, scheduled, active, blocked, done, dead; gone if nothing is known about it."""
+    def state(self) -> RefState:
+        """The job's state: waiting, scheduled, active, retry, done, dead; gone if nothing is known about it."""
         try:
-            state: str = self._task.app.client.queue(self.queue).job(self.id)["state"]
+            return self._task.app.client.queue(self.queue).job(self.id)["state"]
         except UnknownJob:
             return "gone"
-        return state
 
     def cancel(self) -> bool:
         """Removes the job if it has not started; False if it has."""
@@ -108,8 +108,8 @@ class Prepared(NamedTuple, Generic[T]):
     task: "Task[..., T]"
     queue: str
     job: NewJob
-    update: Update
-    durable: str | None
+    if_exists: IfExists
+    durable: Durable | None
     options: JobOptions
 
     def ref(self, id: str) -> JobRef[T]:
@@ -124,7 +124,7 @@ class Sender(Generic[P, T]):
         self._options = options
         self._queue = options.get("queue")
         self._fields: dict[str, Any] = {name: value for name, value in options.items() if name in _JOB_FIELDS}
-        self._update = Update(options["if_exists"]) if "if_exists" in options else DEFAULT_UPDATE
+        self._if_exists: IfExists = options.get("if_exists", "update")
         self._durable = options.get("durable")
 
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> JobRef[T]:
@@ -153,16 +153,16 @@ class Sender(Generic[P, T]):
         task = self._task
         job = new_job(task.signature.pack(args, kwargs), type=task.name, **self._fields)
         queue = task.queue if self._queue is None else self._queue
-        return Prepared(task, queue, job, self._update, self._durable, self._options)
+        return Prepared(task, queue, job, self._if_exists, self._durable, self._options)
 
 
 def _store(queue: "Queue", prepared: Prepared[T]) -> JobRef[T]:
-    (id,) = queue.enqueue_jobs([prepared.job], if_exists=prepared.update.if_exists, durable=prepared.durable)
+    (id,) = queue.enqueue_jobs([prepared.job], if_exists=prepared.if_exists, durable=prepared.durable)
     return prepared.ref(id)
 
 
 async def _astore(queue: "AsyncQueue", prepared: Prepared[T]) -> JobRef[T]:
-    (id,) = await queue.enqueue_jobs([prepared.job], if_exists=prepared.update.if_exists, durable=prepared.durable)
+    (id,) = await queue.enqueue_jobs([prepared.job], if_exists=prepared.if_exists, durable=prepared.durable)
     return prepared.ref(id)
 
 

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import orjson
 
+from forq.api_types import JobBrief
 from forq.bridge.messages import (
     AddJob,
     DelJob,
@@ -167,7 +168,7 @@ class Requests:
         return [("jobs", {"queue_name": queue, "jobs": self._jobs(queue, request.limit)})]
 
     def _jobs(self, queue: str, limit: int) -> list[dict[str, str]]:
-        inspector, jobs, after = Inspector(self._link, self._prefix, queue), list[dict[str, str]](), None
+        inspector, jobs, after = Inspector(self._link, self._prefix, queue), list[JobBrief](), None
         while len(jobs) < limit:
             page = inspector.jobs(limit=limit - len(jobs), after=after)
             jobs += page.jobs

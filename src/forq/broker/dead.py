@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from forq.api_types import DeadBrief
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.record import read_error, show_record, unpack
@@ -29,7 +30,7 @@ _CHUNK_CURSOR = re.compile(r"([0-9]{1,16})/([0-9]{1,12})")
 class DeadPage:
     """Dead jobs as {"id", "fence", "identifier", "died_at", "error", "message"}; `next` is the next page's cursor."""
 
-    jobs: list[dict[str, Any]]
+    jobs: list[DeadBrief]
     next: str | None
 
 
@@ -286,7 +287,7 @@ def _check_reference(reference: object) -> str:
     return reference
 
 
-def _brief(member: str, died_ms: int, packed: bytes | None) -> dict[str, Any]:
+def _brief(member: str, died_ms: int, packed: bytes | None) -> DeadBrief:
     job_id = member.rpartition("@")[0]
     record, error, _ = read_dead(packed or b"")
     try:

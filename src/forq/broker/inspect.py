@@ -2,10 +2,11 @@
 
 import re
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 import orjson
 
+from forq.api_types import JobBrief, State
 from forq.broker.claim import read_progress
 from forq.broker.dead import DeadJobs, read_dead
 from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
@@ -16,7 +17,6 @@ from forq.broker.scripts import NO_QUEUE, OK, error_for, script
 from forq.errors import InvalidData, UnknownJob, UsageError
 from forq.values import check_job_id, check_queue_name, show_rate, shown
 
-State = Literal["waiting", "scheduled", "active", "blocked", "retry", "done", "dead"]
 STATES: tuple[State, ...] = get_args(State)
 MAX_PAGE = 1000
 _CURSOR = re.compile(r"(active|blocked|dead|done|scheduled|retry)/[0-9]{1,20}|waiting/([0-9]|10)\.[0-9]{1,18}")
@@ -65,7 +65,7 @@ class Counts:
 class Page:
     """Jobs as {"id", "identifier", "state"}, and the cursor of the next page (None: there is none)."""
 
-    jobs: list[dict[str, str]]
+    jobs: list[JobBrief]
     next: str | None
 
 
@@ -163,7 +163,7 @@ class Inspector:
 
     def _waiting_page(self, limit: int, position: str, *, follow_with_scheduled: bool) -> Page:
         priority, offset = (int(part) for part in position.split("."))
-        jobs: list[dict[str, str]] = []
+        jobs: list[JobBrief] = []
         lists = [pending_key(self._base, each) for each in range(_SUSPECTS)]
         suspects = suspects_key(self._base)
         # One round trip: with a distant server, one for each empty list would take too long.
@@ -236,7 +236,7 @@ class Inspector:
         ]
         return Page(jobs, f"dead/{start + limit}" if len(members) == limit else None)
 
-    def _brief_in_state(self, found: list[tuple[bytes, str]]) -> list[dict[str, str]]:
+    def _brief_in_state(self, found: list[tuple[bytes, State]]) -> list[JobBrief]:
         """Drops ids that are in another state by now, and hints without a record."""
         if not found:
             return []
@@ -322,7 +322,7 @@ def _ownership(owner: bytes | None) -> dict[str, Any]:
     return {"worker": worker, "fence": int(fence), "removed": bool(mark)}
 
 
-def _brief(job_id: str, state: str, packed: bytes) -> dict[str, str]:
+def _brief(job_id: str, state: State, packed: bytes) -> JobBrief:
     try:
         record: Record | None = unpack(packed)
     except InvalidData:

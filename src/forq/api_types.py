@@ -1,0 +1,191 @@
+"""The types of arguments and results of the Python API: words as Literals, dicts as TypedDicts."""
+
+from datetime import timedelta
+from typing import Any, Literal, Required, TypedDict
+
+Duration = str | float | timedelta
+Mode = Literal["work", "auto_release", "on_request", "external"]
+IfExists = Literal["update", "skip", "refuse"]
+UpdateRunAt = bool | Literal["if_later", "if_earlier"]
+Durable = Literal["replica"]
+Overlap = Literal["skip", "queue"]
+CatchUp = Literal["once", "all", "none"]
+# States of `Queue.jobs`; `Queue.job` shows a blocked job as the job that it waits for.
+State = Literal["waiting", "scheduled", "active", "blocked", "retry", "done", "dead"]
+JobState = Literal["waiting", "scheduled", "active", "retry", "done", "dead"]
+RefState = Literal["waiting", "scheduled", "active", "retry", "done", "dead", "gone"]
+
+
+class QueueOptions(TypedDict, total=False):
+    """Options of a queue, for `create_queue`; docs/reference/settings.md explains them."""
+
+    max_items: int
+    max_data: int | str
+    stop_grace: Duration
+    concurrency: int
+    max_jobs: int
+    max_age: Duration
+    max_memory: int | str
+    memory_limit: int | str
+    pids_limit: int
+    address_limit: int | str
+    open_files_limit: int
+    nice: int
+    size: int
+    priority: int
+    timeout: Duration
+    max_timeouts: int
+    max_stalls: int
+    max_retries: int
+    min_backoff: Duration
+    max_backoff: Duration
+    jitter: int
+    retry_lane_retries: int
+    fail_max_retries: int
+    fail_min_backoff: Duration
+    fail_max_backoff: Duration
+    fail_timeout: Duration
+    fail_size: int
+    rate: str
+    burst: int
+    max_active: int
+    keep_done: Duration
+    done_max: int
+    dead_max: int
+    dead_ttl: Duration
+    dedup_ttl: Duration
+    journal: bool
+    journal_max: int | str
+    release_interval: Duration
+    release_retries: int
+    retry_interval: Duration
+    lease: Duration
+    item_timeout: Duration
+
+
+class ProgressInfo(TypedDict):
+    fraction: float
+    text: str
+    at: float
+
+
+class JobInfo(TypedDict, total=False):
+    """One job. Its other fields depend on its state (docs/reference/protocol.md#job). Times are epoch seconds.
+
+    A job whose record is broken has `id`, `state` and the error only.
+    """
+
+    id: Required[str]
+    state: Required[JobState]
+    identifier: Required[str]
+    type: Required[str | None]
+    data: Required[Any]
+    priority: Required[int]
+    enqueued_at: Required[float]
+    retry_count: Required[int]
+    stall_count: Required[int]
+    timeout_count: Required[int]
+    suspect: bool
+    trace: dict[str, str]
+    run_at: float | None
+    attempts: Required[list[dict[str, Any]]]
+    blocked_behind: bool
+    progress: Required[ProgressInfo | None]
+    # Active jobs.
+    worker: str
+    fence: int
+    removed: bool
+    # Done jobs.
+    ended_at: float
+    run_seconds: float | None
+    result: Any
+    result_error: str
+    # Dead jobs, and jobs whose record is broken.
+    died_at: float
+    error: Any
+    record_error: str
+
+
+class JobBrief(TypedDict):
+    """A job of a page."""
+
+    id: str
+    identifier: str
+    state: State
+
+
+class DeadBrief(TypedDict):
+    """A dead job of a page. `error`: the name of its exception. `died_at`: epoch seconds."""
+
+    id: str
+    fence: int
+    identifier: str
+    died_at: float
+    error: str | None
+    message: str | None
+
+
+class JournalCounts(TypedDict):
+    entries: int
+    bytes: int
+    trimmed: int
+    lost: int
+
+
+class LimitCounts(TypedDict):
+    rate: str
+    max_active: int
+    may_begin: int
+    limited_workers: int
+
+
+class QueueStatus(TypedDict):
+    """The counts of a queue; docs/design/states.md explains them."""
+
+    waiting: int
+    scheduled: int
+    blocked: int
+    retry: int
+    active: int
+    dead: int
+    kept: int
+    fail_jobs: int
+    done: int
+    failed: int
+    in_flight: int
+    oldest_waiting_seconds: float | None
+    paused: bool
+    mode: Mode
+    dropped: int
+    journal: JournalCounts
+    epoch: int
+    journal_sequence: int
+    journal_hash: str
+    awaiters: int
+    next_due_seconds: float | None
+    limits: LimitCounts | None
+    overdue: int
+
+
+class ScheduleInfo(TypedDict, total=False):
+    """A schedule. A broken one has only `queue`, `key`, `rule` (None), `origin`, `error`, its times and counts."""
+
+    queue: Required[str]
+    key: Required[str]
+    rule: Required[str | None]
+    every: float | None
+    cron: str | None
+    zone: str | None
+    data: Any
+    jitter: float
+    priority: int
+    type: str | None
+    overlap: Overlap
+    catch_up: CatchUp
+    origin: str | None
+    error: str
+    next_at: Required[float | None]
+    last_at: Required[float | None]
+    runs: Required[int]
+    skipped: Required[int]
+    missed: Required[int]

@@ -1,0 +1,69 @@
+"""The types of the Python API name what settings, scripts and pages have."""
+
+from dataclasses import fields
+from typing import Any, get_args
+
+import pytest
+
+from forq import Client, api_types
+from forq.broker.inspect import Counts
+from forq.schedules import Schedule
+from forq.settings import MODES, OPTIONS
+from tests.support.drive.one_queue import OneQueue, one_queue
+
+
+def keys(typed_dict: Any) -> set[str]:
+    return set(typed_dict.__annotations__)
+
+
+def test_options_of_queues() -> None:
+    assert keys(api_types.QueueOptions) == set(OPTIONS)
+    assert get_args(api_types.Mode) == MODES
+
+
+def test_counts_of_queues() -> None:
+    assert keys(api_types.QueueStatus) == {field.name for field in fields(Counts)}
+
+
+def test_fields_of_jobs_in_every_state(redis_url: str) -> None:
+    with one_queue(redis_url, keep_done_ms=60_000) as queue:
+        seen: set[str] = set()
+        for state in ("waiting", "scheduled", "active", "done", "dead"):
+            in_state(queue, state)
+            shown: Any = Client(queue.url).queue("q").job(state)
+            assert shown["state"] == state
+            assert set(shown) <= keys(api_types.JobInfo)
+            seen |= set(shown)
+        assert keys(api_types.JobInfo) - seen == {"trace", "result_error", "record_error"}, "not of these jobs"
+        page: Any = Client(queue.url).queue("q").dead().jobs[0]
+        assert set(page) == keys(api_types.DeadBrief)
+        job: Any = Client(queue.url).queue("q").jobs().jobs[0]
+        assert set(job) == keys(api_types.JobBrief)
+
+
+def in_state(queue: OneQueue, state: str) -> None:
+    client = Client(queue.url).queue("q")
+    client.enqueue({}, id=state, run_in=60 if state == "scheduled" else None)
+    if state in ("active", "done", "dead"):
+        worker = queue.worker(state)
+        worker.turn(want=10)
+        if state != "active":
+            worker.whole_turn(**{"done": [state], "results": {state: "1"}} if state == "done" else {"failed": [state]})
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_fields_of_schedules(redis_url: str, broken: bool) -> None:
+    with one_queue(redis_url) as queue:
+        client = Client(queue.url).queue("q")
+        client.schedule("a", every=60)
+        if broken:
+            queue.redis.hset(queue.key("schedules"), "a", b"nonsense\n{}\nnull")
+        shown: Any = client.schedules()[0]
+        assert set(shown) <= keys(api_types.ScheduleInfo)
+        assert api_types.ScheduleInfo.__required_keys__ <= set(shown)
+
+
+def test_words_of_schedules() -> None:
+    for overlap in get_args(api_types.Overlap):
+        for catch_up in get_args(api_types.CatchUp):
+            Schedule.from_mapping("a", {"every": 60, "overlap": overlap, "catch_up": catch_up})
