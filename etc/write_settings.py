@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forq.settings import (
+    APP,
     AUTO_RELEASE,
     BRIDGE,
     DEFINITION,
@@ -23,6 +24,7 @@ from forq.settings import (
     PIPELINE,
     SCHEDULE,
     SERVICE,
+    TASK,
     WORK,
     Setting,
 )
@@ -46,7 +48,15 @@ ABOUT_METRICS = (
 ABOUT_BRIDGE = (
     "A socket for producers and workers in any language (docs/guide/external-workers.md). The table may be repeated."
 )
-ABOUT_QUEUE = "A queue with its own processes. Its options are read at each start."
+ABOUT_APP = (
+    "An app (docs/guide/apps.md). Its code defines queues and schedules; it is read at each start, and by `forqctl "
+    "restart --app NAME`."
+)
+ABOUT_TASK = "Options of one task, instead of those in its code."
+ABOUT_QUEUE = (
+    "A queue with its own processes. Its options are read at each start. Without a handler, they are for a queue that "
+    "an app defines, and replace those in its code."
+)
 ABOUT_SCHEDULE = (
     "A periodic job (docs/guide/schedules.md): one job per tick, over all supervisors. Schedules are set at each "
     "start; one that is no longer in this file is removed."
@@ -94,6 +104,10 @@ def sample() -> str:
         *_sampled(METRICS),
         *_header("[[bridge]]", ABOUT_BRIDGE),
         *_sampled(BRIDGE),
+        *_header("[apps.example]", ABOUT_APP),
+        *_sampled(APP),
+        *_header("[apps.example.tasks.greet]", ABOUT_TASK),
+        *_sampled(TASK),
         *_header("[queues.example]", ABOUT_QUEUE),
         *_sampled(DEFINITION),
         *_sampled({name: row for name, row in OPTIONS.items() if WORK in row.modes}),
@@ -170,6 +184,8 @@ def reference() -> str:
         *_table("[pipeline]", ABOUT_PIPELINE, PIPELINE),
         *_table("[metrics]", ABOUT_METRICS, METRICS),
         *_table("[[bridge]]", ABOUT_BRIDGE, BRIDGE),
+        *_table("[apps.NAME]", ABOUT_APP, APP),
+        *_table("[apps.NAME.tasks.TASK]", ABOUT_TASK, TASK),
         *_table("[queues.NAME]: definition", ABOUT_QUEUE, DEFINITION),
         *_table(
             "[queues.NAME]: options",

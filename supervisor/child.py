@@ -422,9 +422,9 @@ class Child:
     2. Stops the child: TERM, then TERM to its group, then a kill of its whole tree.
     3. Calls `on_end` once, when the child is reaped and its tree is gone.
 
-    `keep_fds` are inherited in addition to those of the ChildTable. `kernel_limits`: whether the kernel enforces
-    `resources`. `stopped` and `resumed` (a counter) follow stop signals; `on_stop` is called when they change.
-    `on_grace_end` is called when the grace period of `stop` is over.
+    `keep_fds` are inherited in addition to those of the ChildTable; with `only_fds`, these and no others, besides the
+    leash. `kernel_limits`: whether the kernel enforces `resources`. `stopped` and `resumed` (a counter) follow stop
+    signals; `on_stop` is called when they change. `on_grace_end` is called when the grace period of `stop` is over.
 
     The constructor raises OSError if the system is out of processes, descriptors or control groups.
     """
@@ -438,6 +438,7 @@ class Child:
         handled: tuple[int, ...] = (),
         runs_user_code: bool = False,
         keep_fds: tuple[int, ...] = (),
+        only_fds: tuple[int, ...] | None = None,
         resources: Resources | None = None,
         max_line_bytes: int = MAX_LINE_BYTES,
         on_line: Callable[[bytes], None],
@@ -472,7 +473,8 @@ class Child:
         ours, theirs = socket.socketpair()
         try:
             with children.pids.forking():
-                self._handle = self._fork(theirs, run, handled, keep_fds)
+                inherited = (*children.keep_fds, *keep_fds) if only_fds is None else only_fds
+                self._handle = self._fork(theirs, run, handled, inherited)
                 children.pids.add(self.pid)
         except OSError:
             ours.close()
@@ -550,12 +552,12 @@ class Child:
         theirs: socket.socket,
         run: Callable[[socket.socket], int],
         handled: tuple[int, ...],
-        keep_fds: tuple[int, ...],
+        inherited_fds: tuple[int, ...],
     ) -> ProcessHandle:
         return spawn(
             lambda: run(theirs),
             loop=self._children.loop,
-            keep_fds=(*self._children.keep_fds, *keep_fds, theirs.fileno()),
+            keep_fds=(*inherited_fds, theirs.fileno()),
             title=f"forq: {self.name}",
             cgroup=self._cgroup,
             handled=handled,

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from forq import paths
+from forq.app_spec import AppSpec, QueueOverride, read_app_flag, read_apps, read_override
 from forq.errors import ConfigError, ForqError, InvalidOption, UsageError
 from forq.job import OFF, can_trace
 from forq.procs.unix_socket import listen
@@ -127,7 +128,12 @@ class Config:
     log_redact: tuple[str, ...]
     control_read_group: str | None
     titles: str
+    apps: tuple[AppSpec, ...] = ()
     queues: tuple[QueueSpec, ...] = ()
+    # Tables [queues.NAME] for queues of apps.
+    overrides: Mapping[str, QueueOverride] = field(default_factory=dict)
+    # Whether changed files of apps are loaded at once (`forq run --reload`).
+    reload: bool = False
     pipeline: "Pipeline | None" = None
     bridges: "tuple[BridgeConfig, ...]" = ()
     metrics: MetricsConfig | None = None
@@ -160,7 +166,8 @@ class BridgeConfig:
 
 
 def load(argv_overrides: Mapping[str, object], environ: Mapping[str, str]) -> Config:
-    """`argv_overrides`: settings by name, and `config`, the file; None is a flag that was not given."""
+    """`argv_overrides`: settings by name, and `config` (the file), `apps` and `reload`; None is a flag that was not
+    given."""
     try:
         return _load({name: value for name, value in argv_overrides.items() if value is not None}, environ)
     except UsageError as exc:
@@ -169,6 +176,7 @@ def load(argv_overrides: Mapping[str, object], environ: Mapping[str, str]) -> Co
 
 def _load(flags: dict[str, object], environ: Mapping[str, str]) -> Config:
     file = _find_file(flags.pop("config", None), environ)
+    app_flags, reload = flags.pop("apps", ()), bool(flags.pop("reload", False))
     table = _read_toml(file, strict=strict_modes(environ)) if file else {}
     sections = {name: table.pop(name) for name in SECTIONS if name in table}
     values, sources = read_service(table, str(file or ""), environ, flags)
@@ -176,7 +184,10 @@ def _load(flags: dict[str, object], environ: Mapping[str, str]) -> Config:
     socket = Path(values.pop("socket") or state_dir / paths.SOCKET_NAME)
     capacity = values.pop("capacity") or UNITS_PER_CPU * len(os.sched_getaffinity(0))
     named = {f"{name}_seconds" if SERVICE[name].kind == "duration" else name: value for name, value in values.items()}
-    config = Config(file=file, state_dir=state_dir, socket=socket, capacity=capacity, **named)
+    config = Config(file=file, state_dir=state_dir, socket=socket, capacity=capacity, reload=reload, **named)
+    config = replace(config, apps=_read_apps(sections.get("apps", {}), str(file or ""), app_flags))
+    if reload and not config.apps:
+        raise ConfigError("--reload: there is no app to watch: add --app package.module:app, or a table [apps.NAME]")
     if file:
         config = _with_sections(config, file, sections)
     _check_together(config, sources)
@@ -186,10 +197,12 @@ def _load(flags: dict[str, object], environ: Mapping[str, str]) -> Config:
 def _with_sections(config: Config, file: Path, sections: Mapping[str, Any]) -> Config:
     queues = sections.get("queues", {})
     schedules = _take_schedules(queues, file)
+    specs, overrides = _read_queues(queues, file, config)
     config = replace(
         config,
         schedules=schedules,
-        queues=_read_queues(queues, file, config.mode),
+        queues=specs,
+        overrides=overrides,
         bridges=_read_bridges(sections.get("bridge", []), file),
         metrics=read_metrics(sections["metrics"], file) if "metrics" in sections else None,
     )
@@ -218,10 +231,32 @@ def _read_toml(file: Path, *, strict: bool) -> dict[str, object]:
         raise ConfigError(f"{file}: not valid TOML: {exc}") from exc
 
 
-def _read_queues(tables: object, file: Path, mode: str) -> tuple[QueueSpec, ...]:
+def _read_apps(tables: object, file: str, flags: object) -> tuple[AppSpec, ...]:
+    """The apps of the config file, and those of --app that the file does not name."""
+    apps = {app.app: app for app in read_apps(tables, file)}
+    for given in flags if isinstance(flags, list | tuple) else ():
+        app = read_app_flag(given, os.getcwd())
+        apps.setdefault(app.app, app)
+    return tuple(apps.values())
+
+
+def _read_queues(tables: object, file: Path, config: Config) -> tuple[tuple[QueueSpec, ...], dict[str, QueueOverride]]:
+    """The queues of the config file; and its tables for queues that apps define."""
     if not isinstance(tables, dict):
         raise ConfigError(f"{file}: queues = {shown(tables)} is not allowed: use tables [queues.NAME]")
-    return tuple(_read_queue(name, table, file, mode) for name, table in tables.items())
+    specs: list[QueueSpec] = []
+    overrides: dict[str, QueueOverride] = {}
+    for name, table in tables.items():
+        if config.apps and isinstance(table, dict) and _is_override(table, config.mode):
+            overrides[name] = read_override(name, table, f"{file}: [queues.{name}]")
+        else:
+            specs.append(_read_queue(name, table, file, config))
+    return tuple(specs), overrides
+
+
+def _is_override(table: Mapping[str, object], default_mode: str) -> bool:
+    has_handler = any(key == "handler" or key.partition(".")[0] == "handlers" for key in table)
+    return not has_handler and table.get("mode", default_mode) == WORK
 
 
 def _take_schedules(tables: object, file: Path) -> dict[str, dict[str, dict[str, object]]]:
@@ -234,7 +269,7 @@ def _take_schedules(tables: object, file: Path) -> dict[str, dict[str, dict[str,
     }
 
 
-def _read_queue(name: str, table: object, file: Path, mode: str) -> QueueSpec:
+def _read_queue(name: str, table: object, file: Path, config: Config) -> QueueSpec:
     where = f"{file}: [queues.{name}]"
     if not isinstance(table, dict):
         raise ConfigError(f"{where}: {shown(table)} is not allowed: use a table of options")
@@ -242,7 +277,21 @@ def _read_queue(name: str, table: object, file: Path, mode: str) -> QueueSpec:
     folders = [path] if isinstance(path, str) else path
     if isinstance(folders, list):
         table = {**table, "path": [_absolute(folder, file.parent) for folder in folders]}
-    return QueueSpec.from_mapping(name, table, where, mode)
+    spec = QueueSpec.from_mapping(
+        name, {key: value for key, value in table.items() if key != "app"}, where, config.mode
+    )
+    return _with_app(spec, table["app"], where, config.apps) if "app" in table else spec
+
+
+def _with_app(spec: QueueSpec, given: object, where: str, apps: tuple[AppSpec, ...]) -> QueueSpec:
+    """The queue, with the lifespan and the hooks of an app for its handlers."""
+    app = next((app for app in apps if app.name is not None and app.name == given), None)
+    if app is None:
+        known = ", ".join(app.name for app in apps if app.name is not None) or "none"
+        raise ConfigError(f"{where}: app = {shown(given)} is not allowed: no table [apps.NAME] has this name ({known})")
+    if spec.mode != WORK:
+        raise ConfigError(f"{where}: app is not allowed: a queue of mode {spec.mode} runs no code")
+    return replace(spec, app=app.app, path=(*spec.path, *(each for each in app.path if each not in spec.path)))
 
 
 def _read_bridges(tables: object, file: Path) -> tuple[BridgeConfig, ...]:

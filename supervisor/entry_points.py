@@ -14,13 +14,16 @@ from forq.services.metrics import run_metrics
 from forq.services.pulse import run_pulse
 from forq.services.scribe import run_scribe
 from forq.services.warden import run_warden
+from forq.workers.census import CensusSettings, run_census
 from forq.workers.child import ChildSettings, run_child
 
 __all__ = [
     "BridgeSettings",
+    "CensusSettings",
     "ChildSettings",
     "preload",
     "run_bridge",
+    "run_census",
     "run_child",
     "run_clerk",
     "run_logger",

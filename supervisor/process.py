@@ -128,6 +128,8 @@ class QueueProcess:
         self.retiring = False
         self.exit_reason: str | None = None
         self.traceback: str | None = None
+        # Whether it exits because the code of its app has changed since the app was read.
+        self.stale = False
         self._announced_exit: int | None = None
         self.resources = Resources.of(options)
         self.slots: tuple[int, ...] = ()
@@ -362,6 +364,7 @@ class QueueProcess:
         elif "exiting" in message:
             self._announced_exit = _checked(message, "exiting", 0, 255)
             self.exit_reason = str(message["reason"])[:MAX_REASON]
+            self.stale = message.get("stale") is True
             if message.get("traceback") is not None:
                 self.traceback = str(message["traceback"])[-MAX_TRACEBACK:]
         elif "imported" in message:

@@ -437,7 +437,17 @@ class ServedQueue:
     ) -> None:
         """Respawns or gives up after an unexpected death. `code`: the announced exit code, if any."""
         name, role = self.spec.name, entry.role.name.lower()
-        if code in (ExitCode.CONFIG, ExitCode.INCOMPATIBLE):
+        if code == ExitCode.CONFIG and process.stale:
+            # The others still run the code that was read. A restart of the app, or the old files, end this.
+            delay = entry.respawn.delay_after_death(0.0)
+            log.error(
+                "cannot start child queue=%s child=%s retry_in=%.2fs reason=%s",
+                *(name, role, delay, process.exit_reason),
+            )
+            self.restart_error = {"at": round(time.time(), 3), "message": process.exit_reason, "traceback": None}
+            self._last_end = end.text
+            entry.timer = self._deps.children.loop.call_later(delay, lambda: self._spawn(entry))
+        elif code in (ExitCode.CONFIG, ExitCode.INCOMPATIBLE):
             log.error("cannot serve queue queue=%s reason=%s", name, process.exit_reason)
             reason = process.exit_reason or end.text
             self.stop(reason=CannotImport(reason, process.traceback))

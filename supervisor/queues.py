@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -35,6 +35,16 @@ REJOIN_SECONDS = 600.0
 log = logging.getLogger("forq")
 
 
+@dataclass(frozen=True)
+class AppQueue:
+    """What an app has defined for one of its queues. `remove_schedules`: whether schedules that an earlier version of
+    its code had set are removed."""
+
+    app: str
+    schedules: Mapping[str, Mapping[str, Any]]
+    remove_schedules: bool
+
+
 class Queues:
     """All queues, by name.
 
@@ -57,6 +67,8 @@ class Queues:
         fail: Callable[[int, str], None],
     ) -> None:
         self.by_name: dict[str, ServedQueue] = {}
+        # By queue; written by Apps.
+        self.of_apps: dict[str, AppQueue] = {}
         self.grants = Grants(loop, services.scoreboard, config.capacity, config.capacity_aging_seconds)
         self._admission = Admission(loop)
         self._config = config
@@ -66,6 +78,7 @@ class Queues:
         self._changed = changed
         self._fail = fail
         self._stopping = False
+        self._declared = frozenset(spec.name for spec in config.queues)
         # Whether the server check has succeeded.
         self._may_open = False
         # Replaced or dropped queues whose processes have not ended yet.
@@ -135,13 +148,22 @@ class Queues:
     def open_all(self) -> None:
         self._may_open = True
         self._services.end_predecessor(list(self.by_name))
-        declared = {spec.name for spec in self._config.queues}
         for queue in self.by_name.values():
             # `create` opens a queue itself when its successors have imported the handler.
             if not queue.wanted and not queue.has_successors:
-                self.open(queue, reopening=queue.spec.name not in declared)
+                self.open(queue, reopening=not self.is_declared(queue.spec.name))
         if self._config.pipeline is not None:
             self.by_name[PIPELINE_QUEUE].when_opened(partial(self._begin_pipeline, self._config.pipeline))
+
+    def is_declared(self, name: str) -> bool:
+        """Whether the config file or an app defines the queue."""
+        return name in self._declared or name in self.of_apps
+
+    def add_declared(self, spec: QueueSpec) -> None:
+        """Serves a queue that is defined outside the state directory, from when Redis is up."""
+        queue = self.add(spec)
+        if self._may_open:
+            self.open(queue)
 
     def _begin_pipeline(self, pipeline: Pipeline) -> None:
         """Enqueues the pipeline's one job, which re-enqueues itself. Pushing it again updates its settings."""
@@ -177,11 +199,12 @@ class Queues:
             elif not self.serves(queue):
                 error = UnknownQueue(f"queue {name!r} was deleted in the meantime")
             elif error is None:
-                if answer is not None and answer["unscheduled"]:
-                    log.warning(
-                        "removed schedules that the config file no longer has queue=%s unscheduled=%s",
-                        *(name, answer["unscheduled"]),
-                    )
+                for source, key in (("the config file", "unscheduled"), ("the app", "unscheduled_of_app")):
+                    if answer is not None and answer.get(key):
+                        log.warning(
+                            "removed schedules that %s no longer has queue=%s unscheduled=%s",
+                            *(source, name, answer[key]),
+                        )
                 queue.start()
                 self._services.send_served()
                 if then is not None:
@@ -218,7 +241,17 @@ class Queues:
             "reopening": reopening,
             "joining": joining,
             "schedules": self._config.schedules.get(spec.name),
+            "app_schedules": self._app_schedules(spec.name),
         }
+
+    def _app_schedules(self, name: str) -> dict[str, Any] | None:
+        """Schedules of the config file take precedence."""
+        own = self.of_apps.get(name)
+        if own is None:
+            return None
+        in_file = self._config.schedules.get(name, {})
+        wanted = {key: fields for key, fields in own.schedules.items() if key not in in_file}
+        return {"set": wanted, "remove": own.remove_schedules}
 
     def _cannot_open(self, queue: ServedQueue, error: ForqError, *, reopening: bool) -> None:
         name = queue.spec.name
@@ -382,6 +415,22 @@ class Queues:
         if not leaving:
             all_gone()
         self._state.drop_queue(name)
+
+    def stop_serving(self, name: str, then: Callable[[], None]) -> None:
+        """Ends the queue's processes within the grace period. The queue stays in Redis with its jobs."""
+        queue = self.by_name.pop(name)
+        queue.abandon()
+        self._leaving.add(queue)
+        self._changed()
+        self._services.send_served()
+
+        def stopped() -> None:
+            self._leaving.discard(queue)
+            if name not in self.by_name:
+                self._services.output_pipes.remove(name)
+            then()
+
+        queue.stop(stopped)
 
     def gone(self, name: str, *, deleted: bool = False) -> None:
         """The queue is no longer in Redis: deleted by another supervisor, or lost with the server's data."""

@@ -257,6 +257,7 @@ class Verbs:
             "queue.set": self.set,
             "why": self.why,
             "queue.restart": self.restart,
+            "app.restart": self.restart_app,
             "ping": lambda request: request.reply({"pong": True, "pid": os.getpid()}),
             "version": lambda request: request.reply({"version": VERSION, "protocol": PROTOCOL}),
             "shutdown": self.shutdown,
@@ -322,7 +323,12 @@ class Verbs:
         served = queue.config_error is None
         if served and queue.spec.mode != spec.mode:
             raise QueueExists(f"queue {name!r} exists with mode {queue.spec.mode!r}; a queue's mode never changes")
-        if any(name == declared.name for declared in self._supervisor.config.queues):
+        if (of_app := self._queues.of_apps.get(name)) is not None:
+            raise QueueExists(
+                f"queue {name!r} is defined by app {of_app.app!r}: change its code, or [queues.{name}] of the config "
+                f"file, then run: forqctl restart --app {of_app.app}"
+            )
+        if self._queues.is_declared(name):
             raise QueueExists(
                 f"queue {name!r} is defined in {self._supervisor.config.file}: change it there and restart"
             )
@@ -408,10 +414,9 @@ class Verbs:
                 request.reply({"name": name, "set": changes})
             else:
                 self._queues.redefine(queue, changes)
-                declared = any(name == spec.name for spec in self._supervisor.config.queues)
                 if queue.found:
                     request.reply({"name": name, "set": changes})
-                elif declared:
+                elif self._queues.is_declared(name):
                     request.reply(self._warned(queue.spec, {"name": name, "set": changes, "until": "restart"}))
                 else:
                     self._save(request, queue.spec, {"name": name, "set": changes})
@@ -467,6 +472,13 @@ class Verbs:
                 request.fail(error)
 
         self._queues.restart(queue, seconds, restarted)
+
+    def restart_app(self, request: Request) -> None:
+        app = self._supervisor.apps.find(request.params.get("name"))
+        seconds = _import_seconds(request.params.get("wait", True))
+        if seconds is None:
+            raise UsageError("wait = false is not allowed: a restart always waits for the import")
+        self._supervisor.apps.restart(app, seconds, _answer_to(request))
 
     def shutdown(self, request: Request) -> None:
         now = bool(request.params.get("now"))

@@ -5,7 +5,7 @@ import grp
 import logging
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from forq.supervisor import entry_points, systemd
 from forq.supervisor.config import Config, capacity_warning, load
 from forq.supervisor.control import ControlServer, warn_of_few_descriptors
 from forq.supervisor.ownership import changeable_by, strict_modes
+from forq.supervisor.reload import Reload
 from forq.supervisor.requests import Verbs
 from forq.supervisor.statedir import StateDir
 from forq.supervisor.supervisor import Supervisor
@@ -61,6 +62,10 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], systemd_inpu
         config = replace(config, socket=Path(listener.getsockname()))
     supervisor = Supervisor(config, state, loop)
     entry_points.preload(supervisor.services.redis_url, config.prefix)
+    if config.reload:
+        # A file that is saved twice within a second, with the same size, would run from its older bytecode.
+        sys.dont_write_bytecode = True
+        Reload(loop, supervisor.apps)
     verbs = Verbs(supervisor)
     control = ControlServer(
         *(loop, str(config.socket), verbs.table()),
@@ -69,8 +74,10 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], systemd_inpu
         read_verbs=verbs.table_for_readers(),
         listener=listener,
     )
+    for app in config.apps:
+        _warn_if_changeable(f"app={app.label}", app.path)
     for spec in specs:
-        _warn_if_changeable(spec)
+        _warn_if_changeable(f"queue={spec.name}", spec.path)
         if (warning := capacity_warning(config.options_of(spec), config.capacity)) is not None:
             log.warning("queue=%s %s", spec.name, warning)
         supervisor.queues.add(spec)
@@ -86,11 +93,11 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], systemd_inpu
     return supervisor.exit_code
 
 
-def _warn_if_changeable(spec: QueueSpec) -> None:
+def _warn_if_changeable(owner: str, directories: Iterable[str]) -> None:
     """Only a warning: code is often deployed by a user of its own."""
-    for directory in spec.path:
+    for directory in directories:
         if (other := changeable_by(directory)) is not None:
-            log.warning("handler code can be changed by %s queue=%s path=%s", other, spec.name, directory)
+            log.warning("handler code can be changed by %s %s path=%s", other, owner, directory)
 
 
 def _specs(config: Config, state: StateDir) -> list[QueueSpec]:

@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from forq.app_spec import AppSpec
 from forq.errors import BackPressure, ForqError, RedisUnavailable
 from forq.log_format import choose_format
 from forq.procs.cgroups import Cgroup, Cgroups, Delegation
@@ -332,6 +333,19 @@ class Services:
             held=held,
         )
         return partial(entry_points.run_child, settings)
+
+    def census_main(self, app: AppSpec, stack_fd: int) -> Callable[[socket.socket], int]:
+        """The main function of the process that imports an app and reports its definitions."""
+        self.output_pipes.open(app.output_name)
+        self.send_served()
+        settings = entry_points.CensusSettings(
+            context=self.context,
+            app=app,
+            supervisor=os.getpid(),
+            output=self.output_pipes.directory(app.output_name),
+            stack_fd=stack_fd,
+        )
+        return partial(entry_points.run_census, settings)
 
     def _service(self, name: str, run: Callable[..., int], **how: Any) -> Service:
         """Each start of the service uses the context of that moment."""

@@ -46,6 +46,7 @@ def _describe_other(name: str, counts: dict[str, Any], *, unserved: bool, items:
     return {
         "name": name,
         "mode": counts["mode"],
+        "app": None,
         "state": "unserved" if unserved else "elsewhere",
         "reason": f"no supervisor serves it; {how}" if unserved else f"another supervisor serves it; {how}, too",
         "traceback": None,
@@ -98,6 +99,7 @@ class StatusVerb:
             ]
             described = {
                 "queues": queues,
+                "apps": [app.describe(traces=traces) for app in self._supervisor.apps.all],
                 "capacity": self._queues.grants.describe(),
                 "supervisor": self._describe_supervisor(counts, counts_ms),
             }
@@ -134,6 +136,7 @@ class StatusVerb:
         described = {
             "name": name,
             "mode": queue.spec.mode if queue is not None else None,
+            "app": of_app.app if (of_app := self._queues.of_apps.get(name)) is not None else None,
             "state": state,
             "reason": queue.config_error if queue is not None else None,
             "traceback": queue.traceback if queue is not None and traces else None,

@@ -1,7 +1,7 @@
 """The parent process: start, run and stop.
 
-1. Start: embedded Redis (if none is configured), the services, the control socket. Then each queue is created in Redis
-   and its processes are started. Only the queues wait for Redis.
+1. Start: embedded Redis (if none is configured), the services, the control socket, and a process per app that reads its
+   definitions. Then each queue is created in Redis and its processes are started. Only the queues wait for Redis.
 2. Run: one loop (procs/loop.py). It never connects to Redis, never imports a handler, never blocks.
 3. Stop: the queues within their grace periods, then recovery of their jobs, then the services, the server last.
 """
@@ -14,6 +14,8 @@ from setproctitle import setproctitle
 
 from forq.errors import ExitCode, ForqError, IncompatibleServer
 from forq.procs.loop import Loop, Timer
+from forq.supervisor.apps import Apps
+from forq.supervisor.census import CENSUS_SECONDS
 from forq.supervisor.config import Config
 from forq.supervisor.queues import Queues
 from forq.supervisor.services import RETRY_SECONDS, Services
@@ -41,6 +43,7 @@ class Supervisor:
         self.started = loop.now()
         self.services = Services(config, state, loop, served=lambda: self.queues.served(), on_pulse=self._pulse_event)
         self.queues = Queues(config, state, loop, self.services, changed=self._changed, fail=self.fail)
+        self.apps = Apps(config, state, loop, self.services, self.queues, self._changed)
         self._title_timer: Timer | None = None
         self._repairing: set[str] = set()
 
@@ -48,6 +51,7 @@ class Supervisor:
         """Starts everything without waiting for it."""
         self._changed()
         self.services.start()
+        self.apps.start()
         for signum in (signal.SIGTERM, signal.SIGINT):
             self.loop.on_signal(signum, lambda: self.stop(now=self.stopping))
         self.loop.on_signal(signal.SIGHUP, self._refuse_reload)
@@ -58,6 +62,7 @@ class Supervisor:
         if not self.stopping:
             log.info("stopping queues=%s", len(self.queues.by_name))
         self.stopping = True
+        self.apps.stop()
         self.queues.stop(self._stop_services, now=now)
 
     def fail(self, code: int, message: str) -> None:
@@ -68,8 +73,11 @@ class Supervisor:
 
     @property
     def ready(self) -> bool:
-        """Whether all configured queues are open, or READY_SECONDS have passed."""
-        if self.loop.now() - self.started >= READY_SECONDS:
+        """Whether all apps are read and all configured queues are open, or the time for that has passed."""
+        seconds = self.loop.now() - self.started
+        if not self.apps.settled:
+            return seconds >= CENSUS_SECONDS
+        if seconds >= READY_SECONDS:
             return True
         opening = (queue.opening and not queue.has_successors for queue in self.queues.by_name.values())
         return bool(self.services.redis_state["ok"]) and not any(opening)
@@ -113,7 +121,8 @@ class Supervisor:
         services = self.services
 
         def when_recovered() -> None:
-            if services.unrecovered and services.redis_state["ok"] and self.loop.now() < deadline:
+            waiting = (services.unrecovered and services.redis_state["ok"]) or self.apps.reading
+            if waiting and self.loop.now() < deadline:
                 self.loop.call_later(0.02, when_recovered)
             else:
                 services.stop(self.loop.stop)
@@ -171,7 +180,8 @@ class Supervisor:
     def _counts(self) -> list[str]:
         states = [queue.state for queue in self.queues.by_name.values()]
         troubles = [f"{states.count(state)} {state}" for state in ("flapping", "config_error") if state in states]
-        return [f"{len(states)} queues", *troubles]
+        unread = sum(app.error is not None for app in self.apps.all)
+        return [f"{len(states)} queues", *troubles, *([f"{unread} apps with errors"] if unread else [])]
 
     def _redis_summary(self) -> str:
         state = self.services.redis_state

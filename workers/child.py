@@ -28,7 +28,14 @@ from forq.values import show_size
 from forq.workers.attempt import AttemptRunner, FailAttemptRunner
 from forq.workers.event_loop import EventLoop
 from forq.workers.grant import Grant
-from forq.workers.handlers import Handlers, describe_exception, load_fail_handler, load_handlers, safe_text
+from forq.workers.handlers import (
+    CodeChanged,
+    Handlers,
+    describe_exception,
+    load_fail_handler,
+    load_handlers,
+    safe_text,
+)
 from forq.workers.job_log import JobLog
 from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
@@ -84,7 +91,8 @@ def run_child(settings: ChildSettings, leash: socket.socket) -> int:
     except ConfigError as exc:
         trace = exc.traceback if isinstance(exc, CannotImport) else None
         reason = safe_text(exc.__str__)[:MAX_REASON]
-        send_to_supervisor(leash, {"exiting": ExitCode.CONFIG, "reason": reason, "traceback": trace})
+        stale = isinstance(exc, CodeChanged)
+        send_to_supervisor(leash, {"exiting": ExitCode.CONFIG, "reason": reason, "traceback": trace, "stale": stale})
         return ExitCode.CONFIG
     if settings.held:
         setproctitle(f"forq: {settings.name} (next) imported, waiting")

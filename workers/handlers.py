@@ -11,7 +11,8 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import forq
-from forq.errors import CannotImport, Permanent
+from forq.app_spec import definitions_hash
+from forq.errors import CannotImport, ConfigError, Permanent
 from forq.job import Job
 from forq.queue_spec import QueueSpec, check_program, is_program
 from forq.workers.exec_handlers import ExecHandler, ExecOnceHandler, close_handlers
@@ -58,15 +59,57 @@ class Handlers:
 
 def load_handlers(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers:
     """Loads every handler of the queue. Raises ConfigError. `keep_fds`: descriptors that programs inherit."""
-    for directory in reversed(spec.path):
-        if directory not in sys.path:
-            sys.path.insert(0, directory)
+    _add_to_path(spec.path)
     by_type: dict[str | None, Handler] = {}
     if spec.handler is not None:
         by_type[None] = _load(spec.handler, spec, keep_fds)
+    if spec.definitions_hash is not None:
+        _prepare_app(by_type[None], spec)
     for job_type, path in spec.handlers.items():
         by_type[job_type] = _load(path, spec, keep_fds)
     return Handlers(by_type)
+
+
+def _add_to_path(directories: Sequence[str]) -> None:
+    for directory in reversed(directories):
+        if directory not in sys.path:
+            sys.path.insert(0, directory)
+
+
+class CodeChanged(ConfigError):
+    """The definitions of an app differ from those that the supervisor has read."""
+
+
+def _prepare_app(app: Any, spec: QueueSpec) -> None:
+    """Raises CodeChanged if the supervisor has read other definitions than those of the imported code: queues, their
+    options and schedules would not fit the tasks."""
+    pid = os.getpid()
+    try:
+        changed = definitions_hash(app.definitions()) != spec.definitions_hash
+        if spec.task_options and not changed:
+            app.override_task_options(spec.task_options)
+    except BaseException as exc:  # user code may raise anything
+        trace, place = user_traceback(exc)
+        raise CannotImport(f"app {spec.handler!r} is not valid: {describe_exception(exc)}{place}", trace) from exc
+    finally:
+        exit_if_forked_from(pid)
+    if changed:
+        raise CodeChanged(
+            f"the code of app {app.name!r} has changed since its definitions were read; "
+            f"run: forqctl restart --app {app.name}"
+        )
+
+
+def load_app(path: str, directories: Sequence[str]) -> Any:
+    """Loads the forq.App `package.module:attribute`. Raises CannotImport."""
+    _add_to_path(directories)
+    try:
+        app = load_handler(path, "app")
+    except CannotImport as exc:
+        raise _with_unusable_path(exc, directories) from exc
+    if not getattr(type(app), "runs_all_types", False):
+        raise CannotImport(f"app {path!r} is not an app, but of type {class_name(type(app))}; write app = forq.App(…)")
+    return app
 
 
 def load_fail_handler(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers | None:
@@ -81,10 +124,15 @@ def _load(handler: str, spec: QueueSpec, keep_fds: Sequence[int]) -> Handler:
     try:
         return load_handler(handler)
     except CannotImport as exc:
-        missing = [text for directory in spec.path if (text := _why_unusable(directory))]
-        if missing and isinstance(exc.__cause__, ModuleNotFoundError):
-            raise CannotImport(f"{exc}; {'; '.join(missing)}", exc.traceback) from exc
-        raise
+        raise _with_unusable_path(exc, spec.path) from exc.__cause__
+
+
+def _with_unusable_path(exc: CannotImport, directories: Sequence[str]) -> CannotImport:
+    """The error, with the directories that Python cannot import from, if a module was not found."""
+    missing = [text for directory in directories if (text := _why_unusable(directory))]
+    if missing and isinstance(exc.__cause__, ModuleNotFoundError):
+        return CannotImport(f"{exc}; {'; '.join(missing)}", exc.traceback)
+    return exc
 
 
 def _why_unusable(directory: str) -> str | None:
@@ -101,9 +149,9 @@ def exit_if_forked_from(pid: int) -> None:
         os._exit(0)
 
 
-def load_handler(path: str) -> Handler:
+def load_handler(path: str, what: str = "handler") -> Handler:
     """Loads `package.module:function`, or `handle` of a module. Raises CannotImport if that fails, or if it cannot be
-    called with (data, job)."""
+    called with (data, job). `what` names it in errors."""
     module_name, _, function = path.partition(":")
     function = function or "handle"
     pid = os.getpid()
@@ -111,18 +159,19 @@ def load_handler(path: str) -> Handler:
         module = importlib.import_module(module_name)
         handler: Any = getattr(module, function, None)
         usable = callable(handler)
-        mismatch = _why_not_callable_with_job(handler) if usable else None
+        mismatch = _why_not_callable_with_job(handler) if usable and what == "handler" else None
     except BaseException as exc:  # user code may raise anything at import, even SystemExit
         trace, place = user_traceback(exc)
-        reason = f"handler {path!r} cannot be imported: {describe_exception(exc)}{place}"
+        reason = f"{what} {path!r} cannot be imported: {describe_exception(exc)}{place}"
         raise CannotImport(reason, trace) from exc
     finally:
         exit_if_forked_from(pid)
     if not usable:
         others = _functions_of(module)
-        raise CannotImport(f"handler {path!r}: module {module_name} has no function {function}; it has {others}")
+        kind = "function" if what == "handler" else "attribute"
+        raise CannotImport(f"{what} {path!r}: module {module_name} has no {kind} {function}; it has {others}")
     if mismatch is not None:
-        raise CannotImport(f"handler {path!r} cannot be called with (data, job): {mismatch}")
+        raise CannotImport(f"{what} {path!r} cannot be called with (data, job): {mismatch}")
     return handler  # type: ignore[no-any-return]
 
 

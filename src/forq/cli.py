@@ -38,6 +38,19 @@ def parser_for(*names: str) -> argparse.ArgumentParser:
     run.add_argument(
         "--config", metavar="FILE", help="config file (FORQ_CONFIG; default: /etc/forq/forq.toml if it exists)"
     )
+    run.add_argument(
+        "--app",
+        action="append",
+        dest="apps",
+        metavar="MODULE:APP",
+        help="run the tasks of this forq.App, imported from the current directory (repeatable)",
+    )
+    run.add_argument(
+        "--reload",
+        action="store_true",
+        default=None,
+        help="for development: load the code of an app again when one of its files changes",
+    )
     for setting in SERVICE.values():
         if setting.flag is not None:
             run.add_argument(

@@ -123,6 +123,13 @@ class UnknownQueue(ForqError):
     exit_code = 4
 
 
+class UnknownApp(ForqError):
+    """The supervisor has no app with that name."""
+
+    code = "unknown_app"
+    exit_code = 4
+
+
 class UnknownJob(ForqError):
     """The queue has no job with that id."""
 

@@ -14,8 +14,8 @@ STARTING_SECONDS = 30.0
 
 
 class Fault:
-    """`check`: supervisor, service, redis, failed_log, unserved, ending, state, process, starting or stuck. `reason`
-    does not name the queue; `text` does."""
+    """`check`: supervisor, service, redis, failed_log, app, unserved, ending, state, process, starting or stuck.
+    `reason` does not name the queue; `text` does."""
 
     __slots__ = ("check", "queue", "reason", "text")
 
@@ -33,6 +33,11 @@ def faults_of_supervisor(status: dict[str, Any]) -> list[Fault]:
     unwritten = status["supervisor"].get("failed_log", {}).get("errors", {})
     return [
         *(Fault("service", f"service {name} is unresponsive") for name in unresponsive_services(status)),
+        *(
+            Fault("app", f"app {app['name'] or app['app']} cannot be read: {app['error']['message']}")
+            for app in status.get("apps", ())
+            if app["state"] == "config_error"
+        ),
         *(
             Fault("failed_log", str(error), name, f"failed log of queue {name}: {error}")
             for name, error in unwritten.items()

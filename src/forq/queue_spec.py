@@ -7,8 +7,8 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 from forq.errors import ConfigError, ForqError, InvalidOption, UsageError
 from forq.settings import WORK, Value, check_mode, parse_options
@@ -21,7 +21,12 @@ _HANDLER = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*(:[^\W\d]\w*)?")
 
 @dataclass(frozen=True)
 class QueueSpec:
-    """`options` holds only options that were set, so that a new release can change defaults."""
+    """`options` holds only options that were set, so that a new release can change defaults.
+
+    `app`: the app whose hooks run around its jobs, as "package.module:attribute". For a queue that an app defines,
+    `definitions_hash` is the hash of the definitions that the supervisor has read, and `task_options` are those of the
+    tables [apps.NAME.tasks.TASK].
+    """
 
     name: str
     mode: str
@@ -30,6 +35,9 @@ class QueueSpec:
     path: tuple[str, ...]
     options: Mapping[str, Value]
     fail_handler: str | None = None
+    app: str | None = None
+    task_options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    definitions_hash: str | None = None
 
     @classmethod
     def from_mapping(

@@ -158,8 +158,9 @@ def read_cron(expression: object, zone: object) -> Cron:
     return rule
 
 
-# The origin of a schedule. One from a config file is removed at a start whose file lacks it.
-CONFIG, USER = "config", "user"
+# The origin of a schedule. One from a config file is removed at a start whose file lacks it, one from an app by
+# `forqctl restart --app`.
+CONFIG, APP, USER = "config", "app", "user"
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """The table of all settings: name, type, default, range, help, and how Redis stores them.
 
-1. SERVICE, PIPELINE, METRICS and BRIDGE are the settings of a supervisor, OPTIONS those of a queue. DEFINITION and
-   SCHEDULE describe what queue_spec.py and schedules.py read.
+1. SERVICE, PIPELINE, METRICS and BRIDGE are the settings of a supervisor, OPTIONS those of a queue. APP, TASK,
+   DEFINITION and SCHEDULE describe what app_spec.py, queue_spec.py and schedules.py read.
 2. Setting.parse reads and checks a value from TOML, JSON, a variable or a command line.
 3. The functions at the end check the options of a queue and convert them to the fields in Redis.
 
@@ -118,7 +118,7 @@ class Setting:
 
 
 # Tables of the config file besides the settings of SERVICE.
-SECTIONS = ("queues", "pipeline", "bridge", "metrics")
+SECTIONS = ("apps", "queues", "pipeline", "bridge", "metrics")
 
 
 def _rows(*rows: Setting, **same: Any) -> dict[str, Setting]:
@@ -212,6 +212,30 @@ BRIDGE: Mapping[str, Setting] = _rows(
     stored=False,
 )
 
+# Read by app_spec.py.
+APP: Mapping[str, Setting] = _rows(
+    Setting("app", "text", None, (),
+            '"package.module:attribute", a forq.App of the name in the header of this table. "package.module" alone '
+            "means its attribute `app`. Also `forq run --app`, with the current directory as `path`.",
+            sample='"hello:app"'),
+    Setting("path", "path or list", None, (),
+            "Directory, or list of directories, prepended to the sys.path of the app.", sample='["examples"]'),
+    live=False,
+    stored=False,
+)
+
+# Read by app_spec.py.
+TASK: Mapping[str, Setting] = _rows(
+    Setting("timeout", "duration", None, (0.0, _YEAR), "Time limit of an attempt. 0: no limit.", sample='"30s"'),
+    Setting("max_retries", "int", None, (0, 10**6), "Retries before the job is dead.", sample="5"),
+    Setting("backoff", "duration or list", None, (), "Delays before the first, second ... retry; the last one repeats.",
+            sample='["1s", "10s", "1m"]'),
+    Setting("keep_done", "duration", None, (0.0, _YEAR), "How long results are kept. 0: not at all.",
+            sample='"1h"'),
+    live=False,
+    stored=False,
+)
+
 # Read by queue_spec.py.
 DEFINITION: Mapping[str, Setting] = _rows(
     Setting("mode", "word", WORK, MODES,
@@ -230,6 +254,9 @@ DEFINITION: Mapping[str, Setting] = _rows(
     Setting("handlers", "table", None, (),
             "Handlers by job type, in addition to `handler` or instead of it.",
             sample='{ greeting = "hello:greet" }', modes=(WORK,)),
+    Setting("app", "text", None, (),
+            "NAME of a table [apps.NAME] whose lifespan and hooks the handlers of this queue use. Not needed for "
+            "queues that the app itself defines.", sample='"example"', modes=(WORK,)),
     live=False,
     stored=False,
 )

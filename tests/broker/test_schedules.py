@@ -208,14 +208,14 @@ def test_a_tick_of_a_dropped_schedule_is_not_fired(rig: ScheduleRig) -> None:
 
 def test_schedules_removed_from_the_config_file_are_dropped_and_those_of_users_stay(rig: ScheduleRig) -> None:
     rig.set("mine")
-    assert rig.schedules.apply_config({"a": {"every": "1h"}, "b": {"cron": "0 0 * * *"}}) == []
+    assert rig.schedules.apply({"a": {"every": "1h"}, "b": {"cron": "0 0 * * *"}}, CONFIG) == []
     next_ms = rig.next_ms("b")
-    assert rig.schedules.apply_config({"b": {"cron": "0 0 * * *"}}) == ["a"]
+    assert rig.schedules.apply({"b": {"cron": "0 0 * * *"}}, CONFIG) == ["a"]
     assert [(one["key"], one["origin"]) for one in rig.schedules.all()] == [("b", "config"), ("mine", "user")]
     assert rig.next_ms("b") == next_ms
     # The file takes over a schedule created by a user and drops it again.
-    rig.schedules.apply_config({"mine": {"every": "1h"}})
-    assert rig.schedules.apply_config({}) == ["mine"]
+    rig.schedules.apply({"mine": {"every": "1h"}}, CONFIG)
+    assert rig.schedules.apply({}, CONFIG) == ["mine"]
 
 
 def test_a_schedule_changed_by_a_user_is_not_dropped_with_the_file(rig: ScheduleRig) -> None:

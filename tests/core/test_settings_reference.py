@@ -7,11 +7,23 @@ from pathlib import Path
 import pytest
 
 from forq.ctl.commands import all_commands
-from forq.settings import BRIDGE, DEFINITION, METRICS, OPTIONS, PIPELINE, SCHEDULE, SERVICE, Setting, option_names
+from forq.settings import (
+    APP,
+    BRIDGE,
+    DEFINITION,
+    METRICS,
+    OPTIONS,
+    PIPELINE,
+    SCHEDULE,
+    SERVICE,
+    TASK,
+    Setting,
+    option_names,
+)
 
 ROOT = Path(__file__).resolve().parents[2]
 FILES = ("etc/forq.toml", "docs/reference/settings.md")
-SECTIONS = (SERVICE, PIPELINE, METRICS, BRIDGE, DEFINITION, OPTIONS, SCHEDULE)
+SECTIONS = (SERVICE, PIPELINE, METRICS, BRIDGE, APP, TASK, DEFINITION, OPTIONS, SCHEDULE)
 
 
 def write(*arguments: str) -> tuple[int, str]:

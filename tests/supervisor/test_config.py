@@ -87,6 +87,7 @@ def test_the_sample_with_all_lines_uncommented_equals_the_defaults(load_text: Lo
     queue, gate, pipeline = config.queues
     defaults_of_all: dict[str, object] = {
         "file": None,
+        "apps": (),
         "queues": (),
         "pipeline": None,
         "metrics": None,

@@ -22,7 +22,7 @@ from forq.broker.link import Link
 from forq.broker.record import pack_data
 from forq.broker.scripts import EXISTS, NO_QUEUE, OK, error_for, script
 from forq.errors import BackPressure, Exists, ForqError, InvalidData, RedisUnavailable, UnknownSchedule, UsageError
-from forq.schedules import CONFIG, Cron, Every, Rule, Schedule, next_tick, plan, read_zone, show_tick
+from forq.schedules import Cron, Every, Rule, Schedule, next_tick, plan, read_zone, show_tick
 from forq.values import check_queue_name, check_schedule_key
 from forq.version import PROTOCOL
 
@@ -103,13 +103,14 @@ class Schedules:
             raise error_for(self.name, reply)
         return bool(reply[1])
 
-    def apply_config(self, given: Mapping[str, Mapping[str, Any]]) -> list[str]:
-        """Sets the schedules of a config file and drops those that an earlier version of it had set; returns these."""
+    def apply(self, given: Mapping[str, Mapping[str, Any]], origin: str, *, remove: bool = True) -> list[str]:
+        """Sets the schedules of a config file or an app. With `remove`, drops those that an earlier version of it had
+        set; returns these."""
         for key, fields in given.items():
-            self.set(Schedule.from_mapping(key, fields, CONFIG))
+            self.set(Schedule.from_mapping(key, fields, origin))
         dropped = []
-        for key, definition in self._stored().items():
-            if key not in given and _origin(definition) == CONFIG and self._drop(key, definition):
+        for key, definition in self._stored().items() if remove else ():
+            if key not in given and _origin(definition) == origin and self._drop(key, definition):
                 dropped.append(key)
         return dropped
 

@@ -45,7 +45,7 @@ EXIT_CODES = {
 ALL_EXIT_CODES = {
     **EXIT_CODES,
     3: "status --check: not healthy; delete: some processes cannot be killed",
-    4: "no such queue, job or schedule",
+    4: "no such queue, app, job or schedule",
 }
 
 

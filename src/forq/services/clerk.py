@@ -19,7 +19,7 @@ from forq.errors import BeingDeleted, ExitCode, UnknownJob, UnknownQueue, UsageE
 from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, expect_busy
 from forq.procs.loop import Loop, service_loop
-from forq.schedules import Schedule
+from forq.schedules import APP, CONFIG, Schedule
 from forq.services.rpc import RpcServer
 from forq.services.scribe import append_lines
 from forq.services.waiting import Awaiters, Followers, Watchers
@@ -88,6 +88,7 @@ class Clerk:
             "schedule": self.schedule,
             "schedules": self.schedules,
             "unschedule": self.unschedule,
+            "unschedule_app": self.unschedule_app,
             "trigger": lambda params: {"id": self._schedules(params).trigger(params.get("key", ""))},
             "counts": self.counts,
             "overview": self.overview,
@@ -112,9 +113,16 @@ class Clerk:
                 pass
             made = self._create(params)
         # In the same call, so that a retry also sets them.
-        given = params.get("schedules")
-        dropped = [] if given is None else self._schedules(params).apply_config(given)
-        return {"created": made, "unscheduled": dropped}
+        given, of_app = params.get("schedules"), params.get("app_schedules")
+        dropped = [] if given is None else self._schedules(params).apply(given, CONFIG)
+        dropped_of_app = (
+            [] if of_app is None else self._schedules(params).apply(of_app["set"], APP, remove=of_app["remove"])
+        )
+        return {"created": made, "unscheduled": dropped, "unscheduled_of_app": dropped_of_app}
+
+    def unschedule_app(self, params: dict[str, Any]) -> object:
+        """Drops the schedules of a queue that its app no longer defines."""
+        return {"unscheduled": self._schedules(params).apply({}, APP)}
 
     def _create(self, params: dict[str, Any]) -> bool:
         mode, options = params["mode"], params["options"]

@@ -163,18 +163,40 @@ def resume(args: Namespace) -> int:
 @Command(
     "restart",
     "replace a queue's processes, for example to load new code",
-    NAME,
+    Argument("name", nargs="?", metavar="NAME", help="the queue"),
+    Argument("--app", metavar="APP", help="read the definitions of this app again, and restart all its queues"),
     IMPORT_WAIT,
-    more="The new processes import the handler first; then running jobs of the old ones get stop_grace to finish.",
-    examples=["restart mails  # load new code"],
-    json=IMPORTED.format("queue.restart"),
-    exits=NO_QUEUE,
+    more="The new processes import the handler first; then running jobs of the old ones get stop_grace to finish. With "
+    "--app the new definitions are read first. If that fails, nothing is stopped. Then new queues are opened, changed "
+    "options and schedules take effect, and schedules that the app no longer has are removed. A queue that the app no "
+    "longer has keeps its jobs; nothing serves it.",
+    examples=["restart mails  # load new code", "restart --app shop  # after a deploy"],
+    json=IMPORTED.format("queue.restart") + ", or of `app.restart`",
+    exits={4: "no such queue or app"},
 )
 def restart(args: Namespace) -> int:
+    if (args.name is None) == (args.app is None):
+        raise UsageError("restart needs the name of a queue, or --app APP")
+    if args.app is not None:
+        return _restart_app(args)
     try:
         return _print_done(args, _call_with_import(args, "queue.restart", {"name": args.name}), "restarted")
     except CannotImport as exc:
         return _print_import_error(args, exc, f"fix it, then run: forqctl restart {args.name}")
+
+
+def _restart_app(args: Namespace) -> int:
+    args.name = args.app
+    try:
+        result = _call_with_import(args, "app.restart", {"name": args.app})
+    except CannotImport as exc:
+        return _print_import_error(args, exc, f"fix it, then run: forqctl restart --app {args.app}")
+    changes = [
+        f"{what}: {', '.join(map(printable, result[key]))}"
+        for key, what in (("opened", "new"), ("restarted", "restarted"), ("unserved", "no longer served"))
+        if result[key]
+    ]
+    return print_result(args, result, f"restarted app {printable(args.app)} ({'; '.join(changes) or 'no queues'})")
 
 
 def _call_with_import(args: Namespace, method: str, params: dict[str, Any], *, wait: bool = True) -> Any:
@@ -184,25 +206,30 @@ def _call_with_import(args: Namespace, method: str, params: dict[str, Any], *, w
     import_seconds = args.timeout_seconds if args.wait_seconds is None else args.wait_seconds
     client = connect(args)
     sent = client.send(method, params if import_seconds is None else {**params, "wait": import_seconds})
-    # Ending the old process may take as long as any answer.
-    limit_seconds = client.timeout_seconds + (IMPORT_SECONDS if import_seconds is None else import_seconds)
-    deadline, name = time.monotonic() + limit_seconds, args.name
-    timeout_message = f"no answer within {limit_seconds:g} s; it continues in the background: forqctl status {name}"
+    # Ending the old process may take as long as any answer. An app is imported twice: to read it, and by its workers.
+    of_app = method == "app.restart"
+    imports = (2 if of_app else 1) * (IMPORT_SECONDS if import_seconds is None else import_seconds)
+    limit_seconds = client.timeout_seconds + imports
+    deadline, names = time.monotonic() + limit_seconds, [] if of_app else [args.name]
+    see = " ".join(["forqctl status", *names])
+    timeout_message = f"no answer within {limit_seconds:g} s; it continues in the background: {see}"
     return wait_for_answer(
-        client, sent, {"names": [name]}, _report_import, deadline, timeout_message, lines=not args.json
+        client, sent, {"names": names}, _report_import, deadline, timeout_message, lines=not args.json
     )
 
 
 def _report_import(report: WaitReport, status: Any) -> None:
-    queue = status["queues"][0]
-    name = printable(queue["name"])
-    for child in queue["children"]:
-        if child["state"] == "importing":
-            age = short_duration(child["uptime_seconds"])
-            where = f"(process {child['pid']}, {age}; see: forqctl stack {name})"
-            report.update(f"importing the handler of {name} {where}")
-            return
-    if jobs := running_jobs_text([queue], with_queue=False):
+    for queue in status["queues"]:
+        name = printable(queue["name"])
+        for child in queue["children"]:
+            if child["state"] == "importing":
+                age = short_duration(child["uptime_seconds"])
+                where = f"(process {child['pid']}, {age}; see: forqctl stack {name})"
+                report.update(f"importing the handler of {name} {where}")
+                return
+    # Of several queues it is not known which ones are being restarted.
+    if len(status["queues"]) == 1 and (jobs := running_jobs_text(status["queues"], with_queue=False)):
+        name = printable(status["queues"][0]["name"])
         report.update(f"the new processes of {name} are ready; the old ones still run: {jobs}")
 
 
@@ -213,7 +240,8 @@ def _print_import_error(args: Namespace, error: CannotImport, next_step: str) ->
     print(f"forqctl: {printable(str(error))}", file=sys.stderr)
     for line in (error.traceback or "").splitlines():
         print(printable(line), file=sys.stderr)
-    print(f"forqctl: {next_step}", file=sys.stderr)
+    if "forqctl restart --app" not in str(error):
+        print(f"forqctl: {next_step}", file=sys.stderr)
     return error.exit_code
 
 

@@ -113,7 +113,9 @@ def schedules(args: Namespace) -> int:
 )
 def unschedule(args: Namespace) -> int:
     result = connect(args).call("unschedule", {"name": args.name, "key": args.key})
-    until = " until the next start: it is defined in the config file" if result["origin"] == "config" else ""
+    sources = {"config": "the config file", "app": "the code of an app"}
+    source = sources.get(result["origin"])
+    until = "" if source is None else f" until the next start: it is defined in {source}"
     return print_result(args, result, f"unscheduled {args.key} of {args.name}{until}")
 
 

@@ -113,6 +113,12 @@ def _print_status(status: dict[str, Any], in_detail: bool) -> None:
             _print_traceback(failed["traceback"], in_detail)
         if queue.get("limits") and (in_detail or queue["limits"]["limited_workers"]):
             print(f"{printable(queue['name'])}: {_limits_text(queue['limits'])}")
+    for app in status.get("apps", ()):
+        if error := app["error"]:
+            name = printable(app["name"] or app["app"])
+            runs = "its queues run the old code: " if app["state"] == "running" else ""
+            print(f"app {name}: cannot be read since {iso_time(error['at'])}: {runs}{printable(error['message'])}")
+            _print_traceback(error["traceback"], in_detail=True)
     if in_detail:
         for queue in status["queues"]:
             _print_queue(queue)
@@ -132,6 +138,8 @@ def columns_for(queues: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
     columns = _COLUMNS
     if any(queue["mode"] not in (None, "work") for queue in queues):
         columns = (*_COLUMNS[:1], ("MODE", "mode"), *_COLUMNS[1:], ("AWAITERS", "awaiters"))
+    if any(queue.get("app") for queue in queues):
+        columns = (*columns[:1], ("APP", "app"), *columns[1:])
     if any(queue.get("kept") for queue in queues):
         columns = (*columns, ("KEPT", "kept"))
     return columns

@@ -56,7 +56,7 @@ function _shtab_forqctl_using
 end
 
 set -g _shtab_forqctl_commands create delete status top jobs job push await dequeue ack schedule schedules unschedule trigger dead recover remove cancel pause resume drain set watch logs why kill stack restart ping version shutdown completion
-set -g _shtab_forqctl_opts_with_value --after --at --catch-up --count --cron --data --durable --every --fail-handler --file --handler --id --identifier --if-exists --in --interval --jitter --job --lease --limit --lines --mode --overlap --path --priority --queue --reset-counts --set --socket --state --timeout --token --type --update-run-at --wait --zone -n
+set -g _shtab_forqctl_opts_with_value --after --app --at --catch-up --count --cron --data --durable --every --fail-handler --file --handler --id --identifier --if-exists --in --interval --jitter --job --lease --limit --lines --mode --overlap --path --priority --queue --reset-counts --set --socket --state --timeout --token --type --update-run-at --wait --zone -n
 
 complete -c forqctl -e
 complete -c forqctl -f
@@ -233,6 +233,7 @@ complete -c forqctl -n '_shtab_forqctl_using stack' -l socket -xka "(__fish_comp
 complete -c forqctl -n '_shtab_forqctl_using stack' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using stack' -l timeout -x -d 'timeout for an answer (default: 30s)'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a restart -d 'replace a queue'"'"'s processes, for example to load new code'
+complete -c forqctl -n '_shtab_forqctl_using restart' -l app -x -d 'read the definitions of this app again, and restart all its queues'
 complete -c forqctl -n '_shtab_forqctl_using restart' -l wait -x -d 'time limit for importing its handler (default: 60s)'
 complete -c forqctl -n '_shtab_forqctl_using restart' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using restart' -l json -d 'print JSON'

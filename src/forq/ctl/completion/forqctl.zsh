@@ -287,6 +287,7 @@ _shtab_forqctl_remove_options=(
 _shtab_forqctl_remove_defaults_added=0
 
 _shtab_forqctl_restart_options=(
+  "--app[read the definitions of this app again, and restart all its queues]:APP:"
   "--wait[time limit for importing its handler (default\: 60s)]:D:"
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
   "--json[print JSON]"
