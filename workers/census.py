@@ -17,7 +17,8 @@ from typing import Any
 
 import orjson
 
-from forq.app_spec import AppSpec, definitions_hash
+from forq.app.definitions import definitions_hash
+from forq.app_spec import AppSpec
 from forq.errors import CannotImport, ForqError
 from forq.output.streams import install
 from forq.procs.context import Context

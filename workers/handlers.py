@@ -11,7 +11,7 @@ from types import FunctionType, ModuleType
 from typing import Any
 
 import forq
-from forq.app_spec import definitions_hash
+from forq.app.definitions import definitions_hash
 from forq.errors import CannotImport, ConfigError, Permanent
 from forq.job import Job
 from forq.queue_spec import QueueSpec, check_program, is_program

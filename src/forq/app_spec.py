@@ -6,8 +6,6 @@
    file.
 """
 
-import hashlib
-import json
 import os
 import re
 from collections.abc import Generator, Mapping
@@ -231,13 +229,3 @@ def _object(given: object, what: str, where: str) -> Mapping[str, Any]:
     if not isinstance(given, Mapping):
         raise InvalidOption(f"{where}: {what} = {shown(given)} is not allowed: it must be a JSON object")
     return given
-
-
-def definitions_hash(definitions: Mapping[str, Any]) -> str:
-    """Of all that the supervisor reads. Lines of the source do not count: moving a function changes nothing."""
-    tasks = {
-        name: {key: value for key, value in task.items() if key != "place"}
-        for name, task in definitions["tasks"].items()
-    }
-    text = json.dumps({**definitions, "tasks": tasks}, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
