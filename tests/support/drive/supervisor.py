@@ -56,6 +56,9 @@ class Forq:
         self.process: subprocess.Popen[bytes] | None = None
         # Receives the log instead of a file.
         self.stderr: int | None = None
+        # More arguments of `forq run`, and the directory it is started in.
+        self.arguments: list[str] = []
+        self.cwd: Path | None = None
         self.config.write_text(settings)
 
     @property
@@ -82,6 +85,7 @@ class Forq:
 
     def start(self, *, ready: bool = True) -> None:
         command = [*self.program(), "run", "--config", str(self.config), "--state-dir", str(self.state_dir)]
+        command += self.arguments
         if self.redis is not None:
             command += ["--redis", self.redis]
         with open(self.directory / "log", "ab") as log:
@@ -91,6 +95,7 @@ class Forq:
                 stdout=log,
                 stderr=log if self.stderr is None else self.stderr,
                 env=self.environ(),
+                cwd=self.cwd,
             )
         if ready:
             wait_until(self._is_up, _START_SECONDS, f"supervisor up ({self.log})")

@@ -1,0 +1,269 @@
+"""Apps that a supervisor reads itself: `forq run --app`, [apps.NAME], restart --app, and --reload."""
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from forq.errors import CannotImport
+from tests.support.drive.supervisor import Forq
+from tests.support.drive.wait import wait_until
+
+pytestmark = pytest.mark.timeout(180)
+
+SHOP = """
+import forq
+app = forq.App("shop")
+@app.task(queue="mails")
+def send(to: str) -> str:
+    return f"sent to {to}"
+@app.task(every="1h")
+def refresh() -> None: ...
+app.queue("mails", concurrency=2, keep_done="1h")
+"""
+
+
+@contextmanager
+def running_in(directory: Path, *arguments: str, settings: str = "") -> Iterator[Forq]:
+    forq = Forq(settings=settings)
+    forq.cwd, forq.arguments = directory, list(arguments)
+    try:
+        forq.start()
+        yield forq
+    finally:
+        forq.remove()
+
+
+def apps(forq: Forq) -> dict[str, dict[str, Any]]:
+    return {app["name"] or app["app"]: app for app in forq.status()["apps"]}
+
+
+def wait_for_app(forq: Forq, name: str, state: str = "running") -> dict[str, Any]:
+    def found() -> dict[str, Any] | None:
+        app = apps(forq).get(name)
+        return app if app is not None and app["state"] == state else None
+
+    return wait_until(found, what=f"app {name} is {state}")  # type: ignore[no-any-return]
+
+
+def wait_for_queue(forq: Forq, name: str) -> None:
+    wait_until(
+        lambda: any(queue["name"] == name and queue["state"] == "running" for queue in forq.status()["queues"]),
+        what=f"queue {name} runs",
+    )
+
+
+def result_of(forq: Forq, queue: str, task: str, **data: object) -> object:
+    jobs = forq.client().queue(queue)
+    return jobs.wait(jobs.enqueue(data, type=task), 30)
+
+
+def schedules(forq: Forq) -> dict[tuple[str, str], str]:
+    return {(each["queue"], each["key"]): each["origin"] for each in forq.call("schedules")["schedules"]}
+
+
+def test_an_app_is_imported_from_the_current_directory_and_its_tasks_run(tmp_path: Path) -> None:
+    (tmp_path / "shop_tasks.py").write_text(SHOP)
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        wait_for_queue(forq, "mails")
+        wait_for_queue(forq, "shop")
+        assert result_of(forq, "mails", "send", to="you") == "sent to you"
+        assert {queue["name"]: queue["app"] for queue in forq.status()["queues"]} == {"mails": "shop", "shop": "shop"}
+        assert list(schedules(forq).values()) == ["app"]
+        assert "mails  shop  running" in forq.ctl("status")
+        refused = forq.run_ctl("create", "mails", "--handler", "traced:noop")
+        assert refused.returncode == 1
+        assert "is defined by app 'shop': change its code" in refused.stderr
+        assert "until the supervisor restarts" in forq.ctl("set", "mails", "max_retries=1")
+
+
+def test_the_config_file_overrides_options_of_the_code(tmp_path: Path) -> None:
+    (tmp_path / "shop_tasks.py").write_text(SHOP)
+    settings = f"""
+[apps.shop]
+app = "shop_tasks"
+path = {json.dumps(str(tmp_path))}
+[apps.shop.tasks.send]
+max_retries = 0
+[queues.mails]
+concurrency = 3
+[queues.mails.schedules.nightly]
+cron = "30 2 * * *"
+type = "refresh"
+[queues.plain]
+handler = "shop_tasks:app"
+app = "shop"
+"""
+    with running_in(Path("/"), settings=settings) as forq:
+        for name in ("mails", "plain"):
+            wait_for_queue(forq, name)
+        assert result_of(forq, "mails", "send", to="you") == "sent to you"
+        threads = Path(f"/proc/{forq.child('mails')['pid']}/task")
+        # Three workers, the main thread and the minder.
+        wait_until(lambda: len(os.listdir(threads)) >= 5, what="three workers")
+        assert set(schedules(forq).values()) == {"app", "config"}
+
+
+def test_an_app_that_cannot_be_read_is_shown_and_the_others_run(tmp_path: Path) -> None:
+    (tmp_path / "shop_tasks.py").write_text(SHOP)
+    (tmp_path / "broken_tasks.py").write_text("import forq\nraise RuntimeError('no database')\n")
+    arguments = ["--app", "shop_tasks:app", "--app", "broken_tasks:app"]
+    with running_in(tmp_path, *arguments) as forq:
+        wait_for_queue(forq, "mails")
+        broken = wait_for_app(forq, "broken_tasks:app", "config_error")
+        assert "RuntimeError: no database" in broken["error"]["message"]
+        assert f'File "{tmp_path}/broken_tasks.py", line 2' in broken["error"]["traceback"]
+        assert f'File "{tmp_path}/broken_tasks.py", line 2' in forq.log
+        assert "app broken_tasks:app: cannot be read since" in forq.ctl("status")
+        unhealthy = forq.run_ctl("status", "--check")
+        assert unhealthy.returncode == 3
+        assert "app broken_tasks:app cannot be read" in unhealthy.stderr
+        assert result_of(forq, "mails", "send", to="you") == "sent to you"
+        # It is read again without a request.
+        (tmp_path / "broken_tasks.py").write_text("import forq\napp = forq.App('fixed')\napp.queue('mended')\n")
+        wait_for_queue(forq, "mended")
+        assert apps(forq)["fixed"]["error"] is None
+
+
+def test_a_queue_belongs_to_one_app(tmp_path: Path) -> None:
+    (tmp_path / "shop_tasks.py").write_text(SHOP)
+    (tmp_path / "twin_tasks.py").write_text("import forq\napp = forq.App('twin')\napp.queue('mails')\n")
+    with running_in(tmp_path, "--app", "shop_tasks:app", "--app", "twin_tasks:app") as forq:
+        wait_until(lambda: any(app["error"] for app in forq.status()["apps"]), what="one of them is refused")
+        [error] = [app["error"]["message"] for app in forq.status()["apps"] if app["error"]]
+        assert "queue 'mails' of app" in error
+        assert "is also a queue of app" in error
+        wait_for_queue(forq, "mails")
+
+
+def test_a_restart_applies_new_definitions(tmp_path: Path) -> None:
+    module = tmp_path / "shop_tasks.py"
+    module.write_text(SHOP)
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        wait_for_queue(forq, "mails")
+        wait_for_queue(forq, "shop")
+        forq.ctl("set", "mails", "max_retries=7")
+        old = forq.child("mails")["pid"]
+        module.write_text(
+            SHOP.replace("sent to", "posted to")
+            .replace('@app.task(every="1h")', '@app.task(queue="feeds", cron="0 3 * * *")')
+            .replace("concurrency=2", "concurrency=1, timeout='5s'")
+        )
+        done = forq.ctl("restart", "--app", "shop")
+        assert done == "restarted app shop (new: feeds; restarted: mails; no longer served: shop)"
+        assert forq.child("mails")["pid"] != old
+        assert result_of(forq, "mails", "send", to="you") == "posted to you"
+        assert list(schedules(forq)) == [("feeds", "refresh")]
+        wait_until(
+            lambda: any(q["name"] == "shop" and q["state"] == "unserved" for q in forq.status()["queues"]),
+            60,
+            what="the queue that is gone from the code is unserved",
+        )
+        # Without a change: the same queues, with new processes.
+        old = forq.child("mails")["pid"]
+        assert forq.call("app.restart", name="shop")["restarted"] == ["feeds", "mails"]
+        assert forq.child("mails")["pid"] != old
+        assert forq.run_ctl("restart", "--app", "nothing").returncode == 4
+
+
+def test_a_restart_that_cannot_read_the_app_stops_nothing(tmp_path: Path) -> None:
+    module = tmp_path / "shop_tasks.py"
+    module.write_text(SHOP)
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        wait_for_queue(forq, "mails")
+        old = forq.child("mails")["pid"]
+        module.write_text(SHOP + "\nx = (\n")
+        failed = forq.run_ctl("restart", "--app", "shop")
+        assert failed.returncode == CannotImport.exit_code
+        assert "its queues keep running the old code" in failed.stderr
+        assert f'File "{module}", line 11' in failed.stderr
+        assert forq.child("mails")["pid"] == old
+        assert apps(forq)["shop"]["error"] is not None
+        assert result_of(forq, "mails", "send", to="you") == "sent to you"
+        module.write_text(SHOP)
+        forq.ctl("restart", "--app", "shop")
+        assert apps(forq)["shop"]["error"] is None
+
+
+def test_a_worker_that_starts_after_the_code_has_changed_waits_for_the_restart_of_its_app(tmp_path: Path) -> None:
+    module = tmp_path / "shop_tasks.py"
+    module.write_text(SHOP)
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        wait_for_queue(forq, "mails")
+        module.write_text(SHOP.replace("sent to", "posted to").replace("concurrency=2", "concurrency=1"))
+        refused = forq.run_ctl("restart", "mails")
+        assert refused.returncode == CannotImport.exit_code
+        assert "has changed since its definitions were read; run: forqctl restart --app shop" in refused.stderr
+        os.kill(forq.child("mails")["pid"], signal.SIGKILL)
+        wait_until(lambda: "cannot start child queue=mails child=main" in forq.log, what="the new process is refused")
+        job = forq.client().queue("mails").enqueue({"to": "you"}, type="send")
+        status = forq.queue_status("mails")
+        assert "forqctl restart --app shop" in status["restart_error"]["message"]
+        assert forq.child("mails", "retry")["state"] == "parked"
+        forq.ctl("restart", "--app", "shop")
+        assert forq.client().queue("mails").wait(job, 30) == "posted to you"
+        assert forq.queue_status("mails")["restart_error"] is None
+
+
+def test_code_that_changes_without_its_definitions_is_loaded_by_new_workers(tmp_path: Path) -> None:
+    module = tmp_path / "shop_tasks.py"
+    module.write_text(SHOP)
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        wait_for_queue(forq, "mails")
+        module.write_text("\n\n" + SHOP.replace("sent to", "posted to"))
+        forq.ctl("restart", "mails")
+        assert result_of(forq, "mails", "send", to="you") == "posted to you"
+
+
+def test_much_output_of_an_import_is_bounded_and_blocks_nothing(tmp_path: Path) -> None:
+    (tmp_path / "shop_tasks.py").write_text("print(('x' * 99 + chr(10)) * 1_000_000)\n" + SHOP)
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        wait_for_app(forq, "shop")
+        written = sum(path.stat().st_size for path in (forq.state_dir / "logs" / "shop_tasks").glob("*.jsonl"))
+        assert 0 < written < 20 * 1024 * 1024
+
+
+def test_changed_files_are_loaded_with_reload(tmp_path: Path) -> None:
+    package = tmp_path / "store"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "words.py").write_text("GREETING = 'sent to'\n")
+    module = package / "tasks.py"
+    module.write_text(SHOP.replace('f"sent to {to}"', 'f"{GREETING} {to}"') + "from store.words import GREETING\n")
+    with running_in(tmp_path, "--app", "store.tasks:app", "--reload") as forq:
+        wait_for_queue(forq, "mails")
+        assert result_of(forq, "mails", "send", to="you") == "sent to you"
+        (package / "words.py").write_text("GREETING = 'syntax\n")
+        wait_until(lambda: "SyntaxError" in forq.log, what="the traceback is shown")
+        assert result_of(forq, "mails", "send", to="you") == "sent to you"
+        # As editors save: a new file replaces the old one.
+        (package / "words.new").write_text("GREETING = 'seen by'\n")
+        (package / "words.new").rename(package / "words.py")
+        wait_until(lambda: "restarted app app=shop" in forq.log, what="the app is restarted")
+        assert result_of(forq, "mails", "send", to="you") == "seen by you"
+
+
+def test_a_supervisor_stops_while_an_app_hangs_in_its_import(tmp_path: Path) -> None:
+    (tmp_path / "shop_tasks.py").write_text("import time\ntime.sleep(600)\n")
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        assert apps(forq)["shop_tasks:app"]["state"] == "reading"
+        assert forq.stop(seconds=20) == 0
+
+
+def test_wrong_arguments_are_refused_at_the_start(tmp_path: Path) -> None:
+    forq = Forq()
+    for arguments, reason in (
+        (["--app", "shop-tasks"], "--app: app = 'shop-tasks' is not allowed"),
+        (["--reload"], "--reload: there is no app to watch"),
+    ):
+        forq.arguments = arguments
+        forq.start(ready=False)
+        assert forq.process is not None
+        assert forq.process.wait(30) == 78
+        assert reason in forq.log
+    forq.remove()
