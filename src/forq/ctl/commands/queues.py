@@ -171,7 +171,7 @@ def resume(args: Namespace) -> int:
     "options and schedules take effect, and schedules that the app no longer has are removed. A queue that the app no "
     "longer has keeps its jobs; nothing serves it.",
     examples=["restart mails  # load new code", "restart --app shop  # after a deploy"],
-    json=IMPORTED.format("queue.restart") + ", or of `app.restart`",
+    json=IMPORTED.format("queue.restart").replace(";", ", or with --app of `app.restart`;"),
     exits={4: "no such queue or app"},
 )
 def restart(args: Namespace) -> int:
