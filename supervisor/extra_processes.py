@@ -153,7 +153,8 @@ class Successors:
 
 
 def _reason(process: QueueProcess, end: Exit, code: int | None) -> CannotImport:
-    if code == ExitCode.CONFIG and process.exit_reason:
+    # FAILED: a lifespan of its app failed.
+    if code in (ExitCode.CONFIG, ExitCode.FAILED) and process.exit_reason:
         return CannotImport(process.exit_reason, process.traceback)
     return CannotImport(f"process {process.pid} ended with {end.text} while importing its handler")
 

@@ -460,8 +460,11 @@ class ServedQueue:
                 self._deps.heartbeat(name)
             lived = process.child.uptime_seconds()
             delay = entry.respawn.delay_after_death(lived, progressed=progressed, began=began)
-            log.warning("child died queue=%s child=%s end=%s restart_in=%.2fs", name, role, end.text, delay)
             self._last_end = end.text
+            if code == ExitCode.FAILED and process.exit_reason:
+                # A lifespan failed, or forq itself.
+                self._last_end += f", {process.exit_reason}"
+            log.warning("child died queue=%s child=%s end=%s restart_in=%.2fs", name, role, self._last_end, delay)
             entry.timer = self._deps.children.loop.call_later(delay, lambda: self._spawn(entry))
 
     def _finish_if_stopped(self) -> None:

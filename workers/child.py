@@ -37,6 +37,7 @@ from forq.workers.handlers import (
     safe_text,
 )
 from forq.workers.job_log import JobLog
+from forq.workers.lifespan import LifespanFailed, Lifespans
 from forq.workers.loop import MAX_BATCH, TurnNumbers, WorkerLoop
 from forq.workers.minder import Minder
 from forq.workers.other_loops import HelperLoop, IdleLoop, ReleaseLoop, RetryLoop
@@ -88,19 +89,45 @@ def run_child(settings: ChildSettings, leash: socket.socket) -> int:
         apply_resource_limits(settings.options)
         handlers = load_handlers(settings.spec, (settings.context.tree_lock_fd,))
         fail_handler = load_fail_handler(settings.spec, (settings.context.tree_lock_fd,))
+        event_loop = EventLoop()
+        lifespans = _enter_lifespans(handlers, event_loop, leash)
     except ConfigError as exc:
-        trace = exc.traceback if isinstance(exc, CannotImport) else None
-        reason = safe_text(exc.__str__)[:MAX_REASON]
-        stale = isinstance(exc, CodeChanged)
-        send_to_supervisor(leash, {"exiting": ExitCode.CONFIG, "reason": reason, "traceback": trace, "stale": stale})
-        return ExitCode.CONFIG
+        code = ExitCode.FAILED if isinstance(exc, LifespanFailed) else ExitCode.CONFIG
+        _announce_failure(leash, code, exc)
+        return code
     if settings.held:
         setproctitle(f"forq: {settings.name} (next) imported, waiting")
         send_to_supervisor(leash, {"imported": True})
         if not minder.wait_to_begin():
+            if lifespans is not None:
+                lifespans.leave()
             send_to_supervisor(leash, {"exiting": ExitCode.STOPPED, "reason": ""})
             return ExitCode.STOPPED
-    return _WorkerPool(settings, leash, minder).run(handlers, fail_handler)
+    return _WorkerPool(settings, leash, minder, event_loop, lifespans).run(handlers, fail_handler)
+
+
+def _enter_lifespans(handlers: Handlers, event_loop: EventLoop, leash: socket.socket) -> Lifespans | None:
+    """Raises LifespanFailed. None: there are none."""
+    found = [each for app in handlers.apps for each in app.lifespans]
+    if not found:
+        return None
+
+    def give_up(failed: LifespanFailed) -> None:
+        _announce_failure(leash, ExitCode.FAILED, failed)
+        os._exit(ExitCode.FAILED)
+
+    lifespans = Lifespans(found, event_loop, give_up)
+    lifespans.enter()
+    return lifespans
+
+
+def _announce_failure(leash: socket.socket, code: int, exc: ConfigError) -> None:
+    trace = exc.traceback if isinstance(exc, CannotImport) else None
+    if isinstance(exc, LifespanFailed):
+        log.error("%s\n%s", exc, trace or "")
+    reason = safe_text(exc.__str__)[:MAX_REASON]
+    stale = isinstance(exc, CodeChanged)
+    send_to_supervisor(leash, {"exiting": code, "reason": reason, "traceback": trace, "stale": stale})
 
 
 def _redirect_output(settings: ChildSettings) -> None:
@@ -132,7 +159,14 @@ def _start_tracing(settings: ChildSettings) -> Tracing | None:
 class _WorkerPool:
     """The workers of one process. A single worker runs in the main thread, where its handlers may use signals."""
 
-    def __init__(self, settings: ChildSettings, leash: socket.socket, minder: Minder) -> None:
+    def __init__(
+        self,
+        settings: ChildSettings,
+        leash: socket.socket,
+        minder: Minder,
+        event_loop: EventLoop,
+        lifespans: Lifespans | None = None,
+    ) -> None:
         self._settings = settings
         self._leash = leash
         self._minder = minder
@@ -142,8 +176,12 @@ class _WorkerPool:
         self._progress = ProgressSender(settings.context.url, settings.context.prefix)
         self._tracing = _start_tracing(settings)
         self._job_log = JobLog()
-        self._event_loop = EventLoop()
+        self._event_loop = event_loop
+        self._lifespans = lifespans
+        # Slots of the workers that have not ended.
+        self._serving = set(settings.slots)
         self._loops: list[Loop] = []
+        self._last_to_leave = 0
         self._code = ExitCode.STOPPED
         self._reason = ""
         self._ready = 0
@@ -174,6 +212,9 @@ class _WorkerPool:
                 thread.start()
             for thread in threads:
                 thread.join()
+        if self._lifespans is not None:
+            self._lifespans.leave()
+            self._send({"left": self._last_to_leave})
         self._event_loop.close()
         self._job_log.close()
         if self._tracing is not None:
@@ -197,8 +238,19 @@ class _WorkerPool:
             self._fail(ExitCode.FAILED, exc)
         finally:
             self._grants[loop.slot.number].give_back()
-            self._send({"left": loop.slot.number})
+            self._worker_left(loop.slot.number)
             self._close(loop)
+
+    def _worker_left(self, number: int) -> None:
+        with self._lock:
+            self._serving.discard(number)
+            last = not self._serving
+        if last and self._lifespans is not None:
+            # The supervisor kills the process a few seconds after all have left. So the last one is reported when the
+            # lifespans have ended.
+            self._last_to_leave = number
+        else:
+            self._send({"left": number})
 
     def _close(self, loop: Loop) -> None:
         try:

@@ -12,7 +12,7 @@ from typing import Any
 
 import forq
 from forq.app.definitions import definitions_hash
-from forq.errors import CannotImport, ConfigError, Permanent
+from forq.errors import CannotImport, ConfigError, InvalidTask, Permanent
 from forq.job import Job
 from forq.queue_spec import QueueSpec, check_program, is_program
 from forq.workers.exec_handlers import ExecHandler, ExecOnceHandler, close_handlers
@@ -31,8 +31,10 @@ class Handlers:
     def __init__(self, by_type: Mapping[str | None, Handler]) -> None:
         self._by_type = by_type
         default = by_type.get(None)
+        # The apps whose lifespans the process enters.
+        self.apps: list[Any] = [each for each in by_type.values() if _is_app(each)]
         # A forq.App finds the task of a type itself.
-        self._other_types = default if getattr(type(default), "runs_all_types", False) is True else None
+        self._other_types = default if _is_app(default) else None
 
     def for_type(self, job_type: str | None) -> Handler:
         handler = self._by_type.get(job_type, self._other_types)
@@ -67,7 +69,27 @@ def load_handlers(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers:
         _prepare_app(by_type[None], spec)
     for job_type, path in spec.handlers.items():
         by_type[job_type] = _load(path, spec, keep_fds)
-    return Handlers(by_type)
+    return Handlers(by_type) if spec.app is None else _with_app(by_type, spec.app, spec.path)
+
+
+def _is_app(handler: object) -> bool:
+    return getattr(type(handler), "runs_all_types", False) is True
+
+
+def _with_app(by_type: Mapping[str | None, Handler], path: str, directories: Sequence[str]) -> Handlers:
+    """Plain handlers of a queue with `app`: the app's hooks run around them. Programs have none."""
+    app = load_app(path, directories)
+
+    def wrapped(handler: Handler) -> Handler:
+        return handler if _is_app(handler) or isinstance(handler, ExecHandler) else app.around_handler(handler, path)
+
+    try:
+        handlers = Handlers({name: wrapped(each) for name, each in by_type.items()})
+    except InvalidTask as exc:
+        raise CannotImport(str(exc)) from exc
+    if app not in handlers.apps:
+        handlers.apps.append(app)
+    return handlers
 
 
 def _add_to_path(directories: Sequence[str]) -> None:

@@ -124,3 +124,51 @@ def test_a_hook_must_be_a_generator_that_takes_the_job() -> None:
         app.around(work)  # type: ignore[type-var]
     with pytest.raises(InvalidTask, match=r"cannot be called with \(job\)"):
         app.around(lambda: (yield))  # type: ignore[type-var]
+
+
+def test_a_lifespan_is_a_generator_function_without_arguments() -> None:
+    app = forq.App("a")
+
+    def plain() -> None:
+        """Yields nothing."""
+
+    def with_argument(job: Job) -> Iterator[None]:
+        yield
+
+    with pytest.raises(InvalidTask, match=r"the lifespan plain is not a generator function; write def plain\(\)"):
+        app.lifespan(plain)
+    with pytest.raises(InvalidTask, match="the lifespan with_argument cannot be called without arguments"):
+        app.lifespan(with_argument)  # type: ignore[type-var]  # that is what this test is about
+    assert app.definitions()["hooks"]["lifespan"] == 0
+
+
+@pytest.mark.parametrize("fail", [False, True])
+@pytest.mark.parametrize("is_async", [False, True])
+def test_hooks_run_around_plain_handlers(is_async: bool, fail: bool) -> None:
+    seen = Seen()
+    app = forq.App("a")
+    app.around(seen.hook("outer"))
+
+    async def ahandle(data: Any, job: Job) -> str:
+        return await awork(fail)
+
+    handler = app.around_handler(ahandle if is_async else lambda data, job: work(fail), "m:handle")
+
+    async def call() -> Any:
+        result = handler(None, JOB)
+        return await result if is_async else result
+
+    if fail:
+        with pytest.raises(ValueError, match="failed"):
+            asyncio.run(call())
+        assert seen == ["outer enters j1", "outer sees failed", "outer leaves"]
+    else:
+        assert asyncio.run(call()) == "j1"
+        assert seen == ["outer enters j1", "outer leaves"]
+
+
+def test_an_async_hook_around_a_plain_handler_that_is_not_async_is_refused() -> None:
+    app = forq.App("a")
+    app.around(Seen().async_hook("outer"))
+    with pytest.raises(InvalidTask, match="the async hook around cannot run around handler 'm:handle', which is not"):
+        app.around_handler(lambda data, job: None, "m:handle")

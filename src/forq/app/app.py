@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 H = TypeVar("H", bound=Callable[[Job], Any])
+L = TypeVar("L", bound=Callable[[], Any])
 
 
 # Results of tasks that declare one are kept this long, unless `keep_done` is given.
@@ -296,6 +297,31 @@ class App:
             for number, id in zip(numbers, ids, strict=True):
                 refs[number] = prepared[number].ref(id)
         return [ref for ref in refs if ref is not None]
+
+    def lifespan(self, hook: L) -> L:
+        """Registers a hook for the life of a process that runs this app's tasks: a generator function without
+        arguments, or an async one, that yields once.
+
+            @app.lifespan
+            def resources():
+                with open_pool() as app.pool:
+                    yield
+
+        It is entered after the import and before the first job, and left after the last one; an async one in a single
+        asyncio task. Each half may take 60 s. If it cannot be entered, the process exits and is started again later.
+        Producers and `forq app` do not enter it. Several lifespans are left in reverse order.
+        """
+        self._hooks.add_lifespan(hook)
+        return hook
+
+    @property
+    def lifespans(self) -> list[tuple[str, Callable[[], Any], bool]]:
+        """Description, generator function, and whether it is async."""
+        return self._hooks.lifespans
+
+    def around_handler(self, handler: Callable[[Any, Job], Any], name: str) -> Callable[[Any, Job], Any]:
+        """A plain handler with the hooks of this app around it."""
+        return self._hooks.around_handler(handler, name)
 
     def around(self, hook: H) -> H:
         """Registers a hook that runs around every job: a generator function, or an async one, that yields once.

@@ -14,7 +14,7 @@ from contextlib import (
 from typing import Any
 
 from forq.errors import InvalidTask
-from forq.job import Job
+from forq.job import RUNNING, Job
 
 _NONE: nullcontext[None] = nullcontext()
 
@@ -26,6 +26,50 @@ class Hooks:
         self._app_name = app_name
         self._entered: list[Callable[[Job], Any]] = []
         self._first_async: str | None = None
+        # Description, generator function, whether it is async: see workers/lifespan.py.
+        self.lifespans: list[tuple[str, Callable[[], Any], bool]] = []
+
+    def add_lifespan(self, hook: Callable[[], Any]) -> None:
+        is_async = inspect.isasyncgenfunction(hook)
+        name = getattr(hook, "__name__", repr(hook))
+        if not is_async and not inspect.isgeneratorfunction(hook):
+            raise InvalidTask(
+                f"app {self._app_name!r}: the lifespan {name} is not a generator function; "
+                f"write def {name}(): … yield …"
+            )
+        try:
+            inspect.signature(hook).bind()
+        except TypeError as exc:
+            raise InvalidTask(
+                f"app {self._app_name!r}: the lifespan {name} cannot be called without arguments: {exc}"
+            ) from exc
+        self.lifespans.append((f"the lifespan {name} of app {self._app_name!r}", hook, is_async))
+
+    def around_handler(self, handler: Callable[[Any, Job], Any], name: str) -> Callable[[Any, Job], Any]:
+        """A plain handler of a queue of this app, with the hooks around it."""
+        if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(getattr(handler, "__call__", None)):  # noqa: B004
+
+            async def handle_async(data: Any, job: Job) -> Any:
+                RUNNING.set(job)
+                async with self.asynchronous(job):
+                    return await handler(data, job)
+
+            return handle_async
+        if self._first_async is not None:
+            raise InvalidTask(
+                f"app {self._app_name!r}: the async hook {self._first_async} cannot run around handler {name!r}, which "
+                "is not async; make the hook a plain generator, or the handler async"
+            )
+
+        def handle(data: Any, job: Job) -> Any:
+            before = RUNNING.set(job)
+            try:
+                with self.sync(job):
+                    return handler(data, job)
+            finally:
+                RUNNING.reset(before)
+
+        return handle
 
     def add(self, hook: Callable[[Job], Any], sync_tasks: list[str]) -> None:
         is_async = inspect.isasyncgenfunction(hook)
@@ -46,7 +90,7 @@ class Hooks:
 
     def counts(self) -> dict[str, int]:
         """The number of hooks of each kind."""
-        return {"around": len(self._entered), "lifespan": 0}
+        return {"around": len(self._entered), "lifespan": len(self.lifespans)}
 
     def check_sync_task(self, task_name: str) -> None:
         """Refuses a task that is not async in an app with an async hook."""
