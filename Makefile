@@ -49,13 +49,17 @@ $(SPARK): $(READY)
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[pipeline,java]'
 	@touch $@
 
-run: setup ## start a supervisor with two sample queues, in the foreground
+run: setup ## start a supervisor with a sample app and two sample queues, in the foreground
 	@printf '%s\n' 'To try, in another terminal:' \
+	  '  make hello                                  enqueues a job of the sample app, and prints its result' \
 	  "  $(CTL) push hello '{\"name\": \"world\"}'     prints the id of the job" \
 	  '  $(CTL) status' \
 	  "  $(CTL) job slow \$$($(CTL) push slow '{\"seconds\": 60}')" \
 	  'Ctrl-C stops it.' ''
-	@exec $(BIN)/forq run --config etc/examples/sample.toml --state-dir $(STATE_DIR)
+	@cd etc/examples && exec $(abspath $(BIN)/forq) run --config sample.toml --app greetings:app --state-dir $(abspath $(STATE_DIR))
+
+hello: setup ## enqueue a job of the sample app and print its result, while `make run` runs
+	@FORQ_STATE_DIR=$(abspath $(STATE_DIR)) $(BIN)/python etc/examples/greetings.py
 
 demo: setup ## a guided tour in about two minutes: kill -9, daemons, timeouts, rates, audit (ARGS=--fast: no pauses; --no-audit: no Spark)
 	@$(if $(findstring --no-audit,$(ARGS)),,$(MAKE) --no-print-directory $(SPARK) || echo 'make: continuing without Spark' >&2)

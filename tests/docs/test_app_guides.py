@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 
-import forq as forq_package
 from forq.errors import ForqError
 from tests.docs.pages import APP_GUIDES, Block, blocks, rows
 from tests.support.drive.supervisor import Forq, running
@@ -58,14 +57,12 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def forq(directory: Path) -> Iterator[Forq]:
     settings = ""
     for file in sorted(directory.glob("*.py")):
-        app = getattr(import_module(file.stem), "app", None)
-        if isinstance(app, forq_package.App):
-            for queue in app.queue_names():
-                settings += (
-                    f'[queues.{queue}]\nhandler = "{file.stem}:app"\npath = ["{directory}"]\nkeep_done = "1h"\n\n'
-                )
+        app = import_module(file.stem).app
+        settings += f'[apps.{app.name}]\napp = "{file.stem}:app"\npath = ["{directory}"]\n\n'
+        for queue in app.queue_names():
+            settings += f'[queues.{queue}]\nkeep_done = "1h"\n\n'
     with running(settings=settings) as forq:
-        wait_until(lambda: all(each["state"] == "running" for each in forq.status()["queues"]), what="queues run")
+        wait_until(lambda: forq.run_ctl("status", "--check").returncode == 0, 60.0, "all queues run")
         yield forq
 
 

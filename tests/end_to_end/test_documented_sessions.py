@@ -1,6 +1,7 @@
 """Runs the sessions of README.md and docs/guide/first-steps.md as written."""
 
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -16,19 +17,26 @@ from tests.support.drive.wait import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 START = "make run\n"
+# Installs nothing, even if setup.cfg has changed since.
+MAKE = ("make", "--old-file", ".venv/.ready")
+
+
+def environ() -> dict[str, str]:
+    """Without the settings of a `make` that runs the tests, and of forq."""
+    return {key: value for key, value in os.environ.items() if not key.startswith(("FORQ_", "MAKE", "MFLAGS"))}
 
 
 @contextmanager
 def clone() -> Iterator[Path]:
-    """A directory like a clone after `make run`. Its path is short because of the control socket."""
+    """A directory like a clone, in which `make run` runs. Its path is short because of the control socket."""
     directory = Path(tempfile.mkdtemp(prefix="forq-clone-"))
-    (directory / "etc").symlink_to(ROOT / "etc")
+    for name in ("Makefile", "setup.cfg", "setup.py", "pyproject.toml", "etc"):
+        (directory / name).symlink_to(ROOT / name)
     (directory / ".venv").symlink_to(BIN.parent)
-    recipe = (ROOT / "Makefile").read_text()
-    assert "forq run --config etc/examples/sample.toml --state-dir $(STATE_DIR)" in recipe, "`make run` starts the same"
-    command = [str(BIN / "forq"), "run", "--config", "etc/examples/sample.toml", "--state-dir", ".state"]
     with open(directory / "log", "wb") as log:
-        supervisor = subprocess.Popen(command, cwd=directory, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+        supervisor = subprocess.Popen(
+            [*MAKE, "run"], cwd=directory, env=environ(), stdin=subprocess.DEVNULL, stdout=log, stderr=log
+        )
     try:
         ping = [str(BIN / "forqctl"), "--socket", str(directory / ".state/control.sock"), "status", "--check"]
         wait_until(lambda: subprocess.run(ping, capture_output=True).returncode == 0, 60.0, "the supervisor is up")
@@ -48,9 +56,25 @@ def test_a_session_prints_what_its_page_shows(page: str) -> None:
     with clone() as directory:
         for name, source in files(text).items():
             (directory / name).write_text(source)
-        shell = Shell(directory, {**os.environ, "COLUMNS": "200"})
+        shell = Shell(directory, {**environ(), "COLUMNS": "200"})
         for step in session:
             printed, code = shell.run(step.commands)
             assert matches(step.output, printed), f"{step.commands}\nprinted\n{printed}\nnot\n{step.output}"
             assert code == 0, f"{step.commands}{shell.errors()}"
         shell.errors()
+
+
+def test_the_two_commands_of_the_readme_print_a_first_result() -> None:
+    readme = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^    (make \w+) +# terminal \d: (.*)$", readme, re.MULTILINE)
+    assert [command for command, _ in commands] == ["make run", "make hello"]
+    with clone() as directory:
+        printed = subprocess.run(
+            [*MAKE, "hello"], cwd=directory, env=environ(), capture_output=True, text=True, timeout=60, check=True
+        ).stdout
+    assert commands[1][1].endswith(f"prints its result: {printed.strip()}")
+
+
+def test_the_readme_shows_the_whole_sample_app() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
+    assert (ROOT / "etc/examples/greetings.py").read_text() in blocks

@@ -1,0 +1,13 @@
+import forq
+
+app = forq.App("greetings")
+app.queue("greetings", keep_done="1h")
+
+
+@app.task
+def greet(name: str) -> str:
+    return f"hello, {name}"
+
+
+if __name__ == "__main__":
+    print(greet.enqueue("world").result(timeout=30))
