@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
+from forq.cli import parser_for
 from forq.errors import ForqError
-from tests.docs.pages import APP_GUIDES, Block, blocks, rows
+from tests.docs.pages import APP_GUIDES, Block, blocks, code_spans, rows
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
 
@@ -101,6 +102,15 @@ def run_cell(code: str, number: int, names: dict[str, Any]) -> None:
         eval(code, names)
     else:
         exec(code, names)
+
+
+@each_page
+def test_the_commands_of_forq_in_the_page_have_valid_arguments(page: Path) -> None:
+    for code in code_spans(page):
+        # A name alone stands for the command, such as `forq app`.
+        if code.startswith("forq ") and len(code.split()) > 2:
+            words = code.split()[1:]
+            parser_for(words[0]).parse_args(words)
 
 
 def test_cells_that_fail_are_found(tmp_path: Path) -> None:
