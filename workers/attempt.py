@@ -23,6 +23,7 @@ from forq.broker.enqueue import MAX_SECONDS
 from forq.broker.record import pack_data, unpack
 from forq.errors import MAX_SNOOZE_SECONDS, ForqError, InvalidData, Snooze
 from forq.job import Job, Reporter, TaskResult
+from forq.job_options import AttemptOptions, StoredOptions, unpack_options
 from forq.procs.scoreboard import POSITION, STARTED, TIMEOUT, Slot
 from forq.workers.event_loop import CANCEL_MS, Cancelled, EventLoop, Run
 from forq.workers.exec_handlers import MAX_NAME, ProgramFailed
@@ -94,6 +95,15 @@ class AttemptRunner:
         self.raised: BaseException | None = None
         self.queue = queue
         self._handlers = handlers.for_worker()
+        # The options of the task that ran last. None: it was a plain handler.
+        self.task_options: AttemptOptions | None = None
+        self._runs_tasks = bool(handlers.apps)
+        tasks = [task for app in handlers.apps for task in app.tasks.values()]
+        # If not, a job is not decoded before its position is published.
+        self.has_task_timeouts = any(task.options.timeout_ms is not None for task in tasks)
+        # The record of the running job; and one decoded ahead, with its data and job.
+        self._record = b""
+        self._decoded: tuple[bytes, Any, Job] | None = None
         self._slot = slot
         self._reporter = reporter
         self._tracing = tracing
@@ -106,8 +116,15 @@ class AttemptRunner:
     def run(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned."""
         self.result = self.interrupted = None
+        self._record = record
         try:
-            data, job = self._read(job_id, record, fence)
+            if self._decoded is not None and self._decoded[0] is record:
+                _, data, job = self._decoded
+            else:
+                data, job = self._read(job_id, record, fence)
+            if self._runs_tasks:
+                self._decoded = None
+                self.task_options = self._handlers.options_of(job.type)
             if self._slot is not None:
                 job._reporter, job._position, job._attempts = self._reporter, self._slot.words[POSITION], self
             with _NO_SPAN if self._tracing is None else self._tracing.attempt(job):
@@ -143,7 +160,26 @@ class AttemptRunner:
         """Retries allowed for the running job, in both lanes; None: unknown."""
         limits = self.limits
         in_main: int | None = getattr(limits, "max_retries", None)
+        for own in (self.task_options, _stored_options(self._record)):
+            if own is not None and own.max_retries is not None:
+                in_main = own.max_retries
         return None if in_main is None else in_main + int(getattr(limits, "retry_lane_retries", 0))
+
+    def own_timeout_ms(self, job_id: bytes, record: bytes, fence: int) -> int | None:
+        """The timeout that the job or its task sets instead of the queue's. Decodes the job only if a task sets one."""
+        try:
+            stored = _stored_options(record)
+            if stored is not None and stored.timeout_ms is not None:
+                return stored.timeout_ms
+            if not self.has_task_timeouts:
+                return None
+            data, job = self._read(job_id.decode(errors="replace"), record, fence)
+            self._decoded = record, data, job
+            options = self._handlers.options_of(job.type)
+        except InvalidData:
+            # A broken record. The attempt reports it.
+            return None
+        return None if options is None else options.timeout_ms
 
     def _server_ms(self, fence: int) -> int:
         """The server's clock, in epoch ms: a fence is its time at the claim, shortly before the start of the job."""
@@ -231,8 +267,17 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
     identifier = record.identifier or job_id
     enqueued_at = record.enqueued_ms / 1000
     about = (identifier, record.type, record.priority, enqueued_at)
-    snoozes, tick_ms = getattr(record, "snoozes", 0), getattr(record, "tick_ms", None)
+    stored = _stored_options(packed)
+    snoozes, tick_ms = getattr(record, "snooze_count", 0), None if stored is None else stored.tick_ms
     return record.data, Job(queue, job_id, *about, fence, counts, record.trace, snoozes, tick_ms)
+
+
+def _stored_options(packed: bytes) -> StoredOptions | None:
+    """The options of the job itself, in the head of its record."""
+    if packed[:1] not in (b"o", b"O"):
+        return None
+    stored = packed[: packed.find(b"\n")].rpartition(b" ")[2]
+    return None if stored == b"-" else unpack_options(stored.decode(errors="replace"))
 
 
 def _never() -> bool:

@@ -14,6 +14,7 @@ import forq
 from forq.app.definitions import definitions_hash
 from forq.errors import CannotImport, ConfigError, InvalidTask, Permanent
 from forq.job import Job
+from forq.job_options import AttemptOptions
 from forq.queue_spec import QueueSpec, check_program, is_program
 from forq.workers.exec_handlers import ExecHandler, ExecOnceHandler, close_handlers
 
@@ -43,6 +44,11 @@ class Handlers:
             wanted = f"jobs of type {job_type!r}" if job_type else "jobs without a type"
             raise Permanent(f"the queue has no handler for {wanted}; it has types: {known}")
         return handler
+
+    def options_of(self, job_type: str | None) -> AttemptOptions | None:
+        """The options of the task that runs jobs of this type; None for a plain handler."""
+        handler: Any = self._by_type.get(job_type, self._other_types)
+        return handler._task_options(job_type) if _is_app(handler) else None
 
     def for_worker(self) -> "Handlers":
         """A copy for one worker: a program runs one job at a time, so each worker has its own instances."""

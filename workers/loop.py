@@ -64,6 +64,9 @@ SLOW_JOB_NS = 10_000_000
 # Results are sent with the turn. Above this total the worker takes a turn at once, or the call might be too large.
 MAX_RESULTS_BYTES = 4 << 20
 
+# Of records without options of their own.
+PLAIN_FLAG = b"p"
+
 # Raw output of shorter jobs may lack a job id: marking the end of every job would cost too much.
 MARK_END_MIN_US = 100
 
@@ -151,6 +154,8 @@ class WorkerLoop:
         self._unsettled = 0
         # A job has not run to its end: its coroutine was cancelled, by a user or at the end of the grace period.
         self._interrupted = False
+        # The next job may have another timeout than the slot shows.
+        self._own_timeouts = False
         self._parked: State | None = None
         # The reply to a turn that was sent along with a blocking wait.
         self._prefetched: Turn | None = None
@@ -230,7 +235,11 @@ class WorkerLoop:
             # The id before the position: a reader that finds this id must not see the position of the job before.
             self.slot.job = batch[index][0]
             if not self._failed:
-                words[POSITION] = (started >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT | base | index << INDEX_SHIFT | 1
+                position = (started >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT | base | index << INDEX_SHIFT | 1
+                if self._own_timeouts or batch[index][1][:1] != PLAIN_FLAG:
+                    self._publish_with_own_timeout(batch[index], position, base | index << INDEX_SHIFT, started)
+                else:
+                    words[POSITION] = position
             # TAKEN and the clock are read after the position is published. If pulse saw the previous position for long
             # enough to rescue the batch, that time has passed by now, so `slow` is true here.
             taken = not index and words[TAKEN] == self._number
@@ -366,8 +375,34 @@ class WorkerLoop:
         changed = words[TIMEOUT] != timeout_ms
         words[TIMEOUT] = timeout_ms
         self._attempts.timeout_seconds = timeout_ms / 1000
-        if timeout_ms and (changed or not words[GUARDED]):
+        self._own_timeouts = self._attempts.has_task_timeouts
+        if timeout_ms and (changed or self._not_guarded_until(self._now() + timeout_ms * 1_000_000)):
             self._on_unguarded()
+
+    def _publish_with_own_timeout(
+        self, claimed: tuple[bytes, bytes], position: int, not_running: int, started: int
+    ) -> None:
+        """Publishes the position of a job that may have a timeout of its own.
+
+        If the timeout changes, the position shows meanwhile that no job runs: the supervisor must not combine the start
+        of one job with the timeout of the next. It is notified if it would check this job too late."""
+        words, queue_timeout_ms = self.slot.words, self._limits.timeout_ms
+        own = self._attempts.own_timeout_ms(*claimed, int(self._fence))
+        timeout_ms = queue_timeout_ms if own is None else own
+        changed = words[TIMEOUT] != timeout_ms
+        if changed:
+            words[POSITION] = not_running
+            words[TIMEOUT] = timeout_ms
+            self._attempts.timeout_seconds = timeout_ms / 1000
+        words[POSITION] = position
+        self._own_timeouts = self._attempts.has_task_timeouts or timeout_ms != queue_timeout_ms
+        if changed and timeout_ms and self._not_guarded_until(started + timeout_ms * 1_000_000):
+            self._on_unguarded()
+
+    def _not_guarded_until(self, due_ns: int) -> bool:
+        """Whether the supervisor has no timer for this worker, or one that is later than this time."""
+        guarded = self.slot.words[GUARDED]
+        return not guarded or due_ns < guarded
 
     def _adapt_batch_size(self, per_job_ns: int) -> None:
         """Sets how many jobs to claim next. Batches pay off only while jobs are short compared with a round trip."""

@@ -87,7 +87,7 @@ def test_a_worker_between_two_jobs_stays_guarded() -> None:
     rig.begin(rig.slots[0])
     rig.end(rig.slots[0])
     rig.pass_ms(250)
-    assert (rig.timers(), rig.slots[0].guarded) == (1, 1)
+    assert (rig.timers(), rig.slots[0].guarded) == (1, rig.now_ns + 50 * MS)
 
 
 def test_a_job_without_a_start_time_yet_is_not_confused_with_the_previous_one() -> None:
@@ -154,3 +154,54 @@ def test_a_job_that_ends_just_after_its_deadline_leaves_the_next_one_its_own() -
     assert rig.overdue == [(0, first)]
     rig.pass_ms(102)
     assert rig.overdue == [(0, first), (0, second)]
+
+
+def test_a_job_with_a_shorter_timeout_is_on_time_if_its_worker_finds_the_next_check_too_late() -> None:
+    rig = Rig()
+    slot = rig.slots[0]
+    rig.begin(slot, timeout_ms=3_600_000)
+    rig.pass_ms(10)
+    assert slot.guarded == slot.started_ns + 3_600_000 * MS
+    rig.end(slot)
+    word = rig.begin(slot, turn=2, timeout_ms=100)
+    assert rig.now_ns + 100 * MS < slot.guarded
+    rig.deadlines.guard(slot.number)
+    assert slot.guarded == rig.now_ns + 100 * MS
+    rig.pass_ms(101)
+    assert rig.overdue == [(0, word)]
+
+
+class SwitchingSlot(Slot):
+    """Its worker starts the next job, with another timeout, while the timeout is read."""
+
+    switches = 0
+
+    @property
+    def timeout_ms(self) -> int:  # type: ignore[override]
+        if self.switches:
+            self.switches -= 1
+            self.position = pack_position(NOW - MS, 5 + self.switches, 0, True)
+            self.started_ns = NOW - MS
+        return 10 if self.switches else 1000
+
+
+NOW = 10**15
+
+
+@pytest.mark.parametrize("switches", [1, 3, 100])
+def test_the_start_of_one_job_is_never_combined_with_the_timeout_of_another(switches: int) -> None:
+    board = Scoreboard.create(1)
+    plain = board.slot(board.take())
+    slot = SwitchingSlot(0, plain.bytes)
+    slot.switches = 0
+    overdue: list[int] = []
+    loop = Loop(now=lambda: NOW / 1e9)
+    deadlines = Deadlines(loop, [slot], lambda slot, word: overdue.append(word), lambda: NOW)
+    slot.state = State.BUSY
+    # Running for 100 ms of its 1000; the next job may take only 10.
+    slot.position, slot.started_ns = pack_position(NOW - 100 * MS, 1, 0, True), NOW - 100 * MS
+    slot.switches = switches
+    deadlines.guard(0)
+    loop.tick(0)
+    assert overdue == []
+    loop.close()

@@ -8,14 +8,17 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, count
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from forq import App
 from forq.broker.claim import Limits, Turn
 from forq.broker.scripts import Fate
 from forq.errors import Fenced, OutcomeUnknown
-from forq.procs.scoreboard import POSITION, TAKEN, PositionParts, Scoreboard, Slot, State, unpack_position
+from forq.job_options import AttemptOptions
+from forq.procs.scoreboard import POSITION, TAKEN, TIMEOUT, PositionParts, Scoreboard, Slot, State, unpack_position
 from forq.settings import defaults
 from forq.workers import job_log
 from forq.workers.attempt import AttemptRunner
@@ -373,6 +376,90 @@ def test_the_timeout_of_a_turn_applies_to_its_jobs_and_is_reported_once() -> Non
     rig.slot.guarded = 0
     rig.step()
     assert (rig.slot.timeout_ms, rig.unguarded) == (0, 2)
+
+
+def with_records(turn: Turn, *heads: bytes) -> Turn:
+    """The same jobs, with these heads of their records."""
+    records = [head + b"\n[null,null,1]" for head in heads]
+    return replace(turn, jobs=[part for pair in zip(turn.jobs[::2], records, strict=True) for part in pair])
+
+
+PLAIN, HOUR, SECOND = b"p5 1000", b"o5 1000 0 0 0 0 0 t=3600000", b"O5 1000 0 0 0 0 0 t=1000,r=3"
+
+
+def test_each_job_of_a_batch_has_its_own_timeout() -> None:
+    seen: list[tuple[int, float, int]] = []
+    rig = Rig(
+        lambda data, job: seen.append((rig.slot.timeout_ms, rig.loop._attempts.timeout_seconds, rig.unguarded)),
+        with_records(timed(60_000, "a", "b", "c", "d", "e"), PLAIN, HOUR, SECOND, PLAIN, PLAIN),
+    )
+    rig.slot.guarded = 1
+    rig.slot.timeout_ms = 60_000
+    # The supervisor checks in half a minute.
+    rig.slot.guarded = rig.clock.ns + 30 * 10**9
+    rig.step()
+    assert seen == [(60_000, 60, 0), (3_600_000, 3600, 0), (1000, 1, 1), (60_000, 60, 1), (60_000, 60, 1)]
+
+
+class TimeoutOrder:
+    """Words of a slot that record the stores to POSITION and TIMEOUT."""
+
+    def __init__(self, words: Any, stores: list[tuple[str, int]]) -> None:
+        self._words = words
+        self._stores = stores
+
+    def __getitem__(self, index: int) -> int:
+        return self._words[index]  # type: ignore[no-any-return]
+
+    def __setitem__(self, index: int, value: int) -> None:
+        if index in (POSITION, TIMEOUT):
+            self._stores.append(("running", value & 1) if index == POSITION else ("timeout", value))
+        self._words[index] = value
+
+
+def test_no_job_runs_while_the_timeout_changes() -> None:
+    stores: list[tuple[str, int]] = []
+    rig = Rig(lambda data, job: None, with_records(timed(60_000, "a", "b", "c"), PLAIN, SECOND, PLAIN))
+    rig.slot.words = TimeoutOrder(rig.slot.words, stores)  # type: ignore[assignment]
+    rig.step()
+    assert stores[2:] == [
+        ("running", 1),
+        *[("running", 0), ("timeout", 1000), ("running", 1)],
+        *[("running", 0), ("timeout", 60_000), ("running", 1)],
+        ("running", 0),
+    ]
+
+
+def test_the_timeout_of_a_task_applies_to_its_jobs() -> None:
+    app = App("a")
+    seen: list[tuple[str | None, int, Any]] = []
+
+    def note(data: Any, job: Any) -> None:
+        seen.append((job.type, rig.slot.timeout_ms, rig.loop._attempts.task_options))
+
+    tasks = {"slow": AttemptOptions(timeout_ms=5000, max_retries=2), "plain": AttemptOptions()}
+    for name, options in tasks.items():
+        task: Any = SimpleNamespace(name=name, options=options, run_job=note)
+        app.tasks[name] = app._by_type[name] = task
+    turn = timed(60_000, "a", "b", "c")
+    for number, name in enumerate(("slow", "plain", "slow")):
+        turn.jobs[2 * number + 1] = f'p5 1000\n[null,"{name}",{{}}]'.encode()
+    rig = Rig(app, turn)
+    rig.step()
+    assert seen == [
+        ("slow", 5000, tasks["slow"]),
+        ("plain", 60_000, tasks["plain"]),
+        ("slow", 5000, tasks["slow"]),
+    ]
+
+
+def test_a_broken_record_has_the_timeout_of_its_queue() -> None:
+    rig = Rig(lambda data, job: None, with_records(timed(60_000, "a"), b"o5 1000 0 0 0 0 0 t=soon"), NOTHING)
+    rig.step()
+    assert rig.slot.timeout_ms == 60_000
+    rig.loop.settle()
+    (_, _, _, error, *_) = rig.consumer.calls[-1].failed
+    assert b"broken options of a job: 't=soon'" in error
 
 
 def test_without_capacity_a_worker_returns_its_jobs_and_claims_after_a_grant() -> None:

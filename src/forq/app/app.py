@@ -345,6 +345,11 @@ class App:
     def async_hooks_around(self, job: Job) -> AbstractAsyncContextManager[object]:
         return self._hooks.asynchronous(job)
 
+    def _task_options(self, job_type: str | None) -> AttemptOptions | None:
+        """The options of the task that runs jobs of this type."""
+        task = self._by_type.get(job_type or "")
+        return None if task is None else task.options
+
     def __call__(self, data: Any, job: Job) -> Any:
         """Runs a job in a worker."""
         task = self._by_type.get(job.type or "")

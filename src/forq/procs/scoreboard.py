@@ -168,7 +168,7 @@ class Slot:
     lenience_ms = _Cell(LENIENCE)
     # While code of the job runs on the event loop of its process: since when.
     step_ns = _Cell(STEP)
-    # Not zero while the supervisor has a timer for this worker; written by the supervisor.
+    # When the supervisor checks the deadline of this worker next, in ns (0: no timer); written by the supervisor.
     guarded = _Cell(GUARDED)
     thread = _Cell(THREAD)
     # The turn whose jobs pulse rescues because the worker does not start them; written by pulse.
