@@ -126,10 +126,16 @@ class Apps:
 
     def find(self, name: object) -> ServedApp:
         for app in self.all:
-            if name in (app.name, app.spec.app):
+            if name is not None and name in (app.name, app.spec.app):
                 return app
         known = ", ".join(app.label for app in self.all) or "none"
         raise UnknownApp(f"this supervisor has no app {name!r}; it has: {known}")
+
+    def tasks_overriding(self, queue: str, option: str) -> list[str]:
+        """The tasks of this queue for whose jobs this option of the queue has no effect."""
+        owner = self._queues.of_apps.get(queue)
+        definitions = [app.definitions for app in self.all if owner is not None and app.name == owner.app]
+        return definitions[0].tasks_overriding(queue, option) if definitions and definitions[0] is not None else []
 
     def restart(self, app: ServedApp, seconds: float, then: Restarted) -> None:
         """Reads the new definitions, then opens new queues, restarts the others, and stops those that are gone.
@@ -138,6 +144,9 @@ class Apps:
             then(ForqError(f"app {app.label!r} is not restarted: this supervisor is stopping"))
         elif app.census is not None or app.restarting:
             app.waiting.append((seconds, then))
+            if app.census is not None and not app.restarting:
+                # It may hang in older code.
+                app.census.cancel("a restart was requested")
         else:
             app.restarting = True
             if app.timer is not None:
@@ -179,11 +188,11 @@ class Apps:
             self._open_queues(app, result.definitions)
             self._restart_again(app)
             return
-        self._note_error(app, error, "retrying;")
         if app.waiting:
             self._restart_again(app)
-        else:
-            self._read_later(app)
+            return
+        self._note_error(app, error, "retrying;")
+        self._read_later(app)
 
     def _read_later(self, app: ServedApp) -> None:
         read = partial(self._read, app, CENSUS_SECONDS, partial(self._read_at_start, app))
@@ -245,11 +254,13 @@ class Apps:
         for spec in definitions.queues:
             known = self._queues.by_name.get(spec.name)
             app.applied[spec.name] = spec
-            if known is None:
-                self._queues.add_declared(spec)
-            else:
-                # Created at run time, before the app defined it.
+            # A known one was created at run time, before the app defined it.
+            if known is not None and (known.wanted or known.has_successors):
                 self._queues.replace(known, spec, None, partial(_log_error, spec.name))
+                continue
+            if known is not None:
+                known.abandon()
+            self._queues.add_declared(spec)
 
     def _read_for_restart(self, app: ServedApp, seconds: float, then: Restarted, result: CensusResult) -> None:
         error = result.error or self._conflict(app, result.definitions)

@@ -61,8 +61,9 @@ class ServedQueue:
         self.config_error: str | None = None
         # Traceback of config_error.
         self.traceback: str | None = None
-        # The reason of the last failed restart; the old processes keep working.
-        self.restart_error: dict[str, Any] | None = None
+        self._restart_error: dict[str, Any] | None = None
+        # Whether processes do not start because the code of their app has changed.
+        self._stale = False
         self._survivors: set[int] = set()
         self._deps = deps
         # Clients take the items of these modes: a retry process would have no work.
@@ -98,10 +99,20 @@ class ServedQueue:
             return "draining"
         return "running" if self._main_is_ready() else "starting"
 
+    @property
+    def restart_error(self) -> dict[str, Any] | None:
+        """The reason of the last failed restart; the old processes keep working."""
+        if self._stale and all(entry.process is not None and entry.process.ready for entry in self._entries):
+            # The old code is back.
+            self._restart_error, self._stale = None, False
+        return self._restart_error
+
     def trouble(self) -> str | None:
         """The reason why its main process claims no jobs now, as a sentence; None if it does."""
         entry = self._entries[0]
         flapping = [each for each in self._entries if self._flapping(each)]
+        if self._wanted and not self._main_is_ready() and (error := self.restart_error) is not None and self._stale:
+            return f"its queue has no process: {error['message']}"
         # The retry process alone may flap, too.
         if self._wanted and (entry in flapping or (flapping and not self._main_is_ready())):
             restarts = max(each.restarts for each in flapping)
@@ -172,7 +183,8 @@ class ServedQueue:
         waiting, self._when_opened = self._when_opened, []
         for call, _ in waiting:
             call()
-        self.config_error = self.traceback = self.restart_error = None
+        self.config_error = self.traceback = self._restart_error = None
+        self._stale = False
         successors: Successors | None = None
         if self._successors is not None and self._successors.imported:
             successors, self._successors = self._successors, None
@@ -270,7 +282,7 @@ class ServedQueue:
         if self.config_error is not None and self._opened:
             self.config_error, self.traceback = str(error), error.traceback
         else:
-            self.restart_error = {"at": round(time.time(), 3), "message": str(error), "traceback": error.traceback}
+            self._restart_error = {"at": round(time.time(), 3), "message": str(error), "traceback": error.traceback}
 
     def _end_restart(self, error: ForqError | None) -> None:
         answer, self._restart_done = self._restart_done, None
@@ -444,7 +456,8 @@ class ServedQueue:
                 "cannot start child queue=%s child=%s retry_in=%.2fs reason=%s",
                 *(name, role, delay, process.exit_reason),
             )
-            self.restart_error = {"at": round(time.time(), 3), "message": process.exit_reason, "traceback": None}
+            self._restart_error = {"at": round(time.time(), 3), "message": process.exit_reason, "traceback": None}
+            self._stale = True
             self._last_end = end.text
             entry.timer = self._deps.children.loop.call_later(delay, lambda: self._spawn(entry))
         elif code in (ExitCode.CONFIG, ExitCode.INCOMPATIBLE):

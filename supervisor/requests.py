@@ -304,9 +304,17 @@ class Verbs:
         request.reply(self._warned(spec, answer))
 
     def _warned(self, spec: QueueSpec, answer: dict[str, Any]) -> dict[str, Any]:
-        """The answer, with a warning if the capacity is too small for the queue's concurrency."""
-        warning = capacity_warning(self._supervisor.config.options_of(spec), self._supervisor.config.capacity)
-        return answer if warning is None else {**answer, "warnings": [f"queue {spec.name}: {warning}"]}
+        """The answer, with warnings: the capacity is too small for the queue's concurrency, or tasks override an option
+        that was set."""
+        few = capacity_warning(self._supervisor.config.options_of(spec), self._supervisor.config.capacity)
+        warnings = [] if few is None else [f"queue {spec.name}: {few}"]
+        overriding = {name: self._supervisor.apps.tasks_overriding(spec.name, name) for name in answer.get("set", ())}
+        warnings += [
+            f"{name} has no effect on tasks that set their own: {', '.join(tasks)}"
+            for name, tasks in overriding.items()
+            if tasks
+        ]
+        return {**answer, "warnings": warnings} if warnings else answer
 
     def _change(self, request: Request, queue: ServedQueue, spec: QueueSpec, seconds: float | None) -> None:
         """A queue of this name is served already: the same definition changes nothing, another one replaces it. If the

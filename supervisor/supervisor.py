@@ -181,7 +181,11 @@ class Supervisor:
         states = [queue.state for queue in self.queues.by_name.values()]
         troubles = [f"{states.count(state)} {state}" for state in ("flapping", "config_error") if state in states]
         unread = sum(app.error is not None for app in self.apps.all)
-        return [f"{len(states)} queues", *troubles, *([f"{unread} apps with errors"] if unread else [])]
+        return [
+            f"{len(states)} queues",
+            *troubles,
+            *([f"{unread} app{'' if unread == 1 else 's'} with errors"] if unread else []),
+        ]
 
     def _redis_summary(self) -> str:
         state = self.services.redis_state

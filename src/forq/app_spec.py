@@ -63,11 +63,18 @@ class QueueOverride:
 
 @dataclass(frozen=True)
 class Definitions:
-    """The checked definitions of an app. `schedules`: by queue and key."""
+    """The checked definitions of an app. `schedules`: by queue and key. `own_options`: by queue and task, the names of
+    options that the task sets for itself."""
 
     name: str
     queues: tuple[QueueSpec, ...]
     schedules: Mapping[str, Mapping[str, Mapping[str, Any]]]
+    own_options: Mapping[str, Mapping[str, frozenset[str]]]
+
+    def tasks_overriding(self, queue: str, option: str) -> list[str]:
+        """The tasks for whose jobs this option of their queue has no effect."""
+        name = "backoff" if option in ("min_backoff", "max_backoff") else option
+        return sorted(task for task, options in self.own_options.get(queue, {}).items() if name in options)
 
 
 def read_app_flag(given: str, directory: str) -> AppSpec:
@@ -175,7 +182,7 @@ def check_definitions(
             f"{app.where}: {app.app} is an app of the name {name!r}: rename this table to [apps.{name}], or the app to "
             f"forq.App({app.name!r})"
         )
-    _check_tasks(app, _object(fields.get("tasks"), "tasks", where), where)
+    own_options = _read_own_options(app, _object(fields.get("tasks"), "tasks", where), where)
     yield
     tables = _object(fields.get("queues"), "queues", where)
     if len(tables) > MAX_QUEUES:
@@ -192,17 +199,22 @@ def check_definitions(
         for key, table in _object(keys, f"schedules.{queue}", where).items():
             schedules[queue] |= read_schedules({key: table}, f"{where}: queue {queue!r}")
             yield
-    return Definitions(name, tuple(queues), schedules)
+    return Definitions(name, tuple(queues), schedules, own_options)
 
 
-def _check_tasks(app: AppSpec, tasks: Mapping[str, Any], where: str) -> None:
-    if not all(isinstance(task, Mapping) for task in tasks.values()):
-        raise InvalidOption(f"{where}: tasks of its definitions must be objects")
+def _read_own_options(app: AppSpec, tasks: Mapping[str, Any], where: str) -> dict[str, dict[str, frozenset[str]]]:
     for task in app.task_options:
         if task not in tasks:
             raise ConfigError(
                 f"{app.where[:-1]}.tasks.{task}]: the app has no task {task!r}{suggestion(task, sorted(tasks))}"
             )
+    found: dict[str, dict[str, frozenset[str]]] = {}
+    for task, given in tasks.items():
+        fields = _object(given, f"task {shown(task)}", where)
+        options = _object(fields.get("options"), f"options of task {shown(task)}", where)
+        queue = _checked_name(fields.get("queue"), f"{where}: task {shown(task)}")
+        found.setdefault(queue, {})[task] = frozenset({*options, *app.task_options.get(task, ())})
+    return found
 
 
 def _read_queue(

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
+from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.errors import CannotImport
 from tests.support.drive.supervisor import Forq
 from tests.support.drive.wait import wait_until
@@ -19,7 +21,7 @@ pytestmark = pytest.mark.timeout(180)
 SHOP = """
 import forq
 app = forq.App("shop")
-@app.task(queue="mails")
+@app.task(queue="mails", timeout="30s")
 def send(to: str) -> str:
     return f"sent to {to}"
 @app.task(every="1h")
@@ -80,6 +82,8 @@ def test_an_app_is_imported_from_the_current_directory_and_its_tasks_run(tmp_pat
         assert refused.returncode == 1
         assert "is defined by app 'shop': change its code" in refused.stderr
         assert "until the supervisor restarts" in forq.ctl("set", "mails", "max_retries=1")
+        changed = forq.run_ctl("set", "mails", "timeout=5s", "max_backoff=5s")
+        assert changed.stderr == "forqctl: warning: timeout has no effect on tasks that set their own: send\n"
 
 
 def test_the_config_file_overrides_options_of_the_code(tmp_path: Path) -> None:
@@ -159,6 +163,10 @@ def test_a_restart_applies_new_definitions(tmp_path: Path) -> None:
         assert forq.child("mails")["pid"] != old
         assert result_of(forq, "mails", "send", to="you") == "posted to you"
         assert list(schedules(forq)) == [("feeds", "refresh")]
+        stored = redis.Redis.from_url(forq.url).hmget(
+            f"{queue_base(DEFAULT_PREFIX, 'mails')}:options", ["max_retries", "timeout_ms"]
+        )
+        assert stored == [b"7", b"5000"], "options that a user has set stay, and new ones of the code apply"
         wait_until(
             lambda: any(q["name"] == "shop" and q["state"] == "unserved" for q in forq.status()["queues"]),
             60,
@@ -202,12 +210,26 @@ def test_a_worker_that_starts_after_the_code_has_changed_waits_for_the_restart_o
         os.kill(forq.child("mails")["pid"], signal.SIGKILL)
         wait_until(lambda: "cannot start child queue=mails child=main" in forq.log, what="the new process is refused")
         job = forq.client().queue("mails").enqueue({"to": "you"}, type="send")
-        status = forq.queue_status("mails")
-        assert "forqctl restart --app shop" in status["restart_error"]["message"]
+        assert "forqctl restart --app shop" in forq.queue_status("mails")["restart_error"]["message"]
+        assert "its queue has no process: the code of app 'shop' has changed" in forq.ctl("why", "mails", job)
         assert forq.child("mails", "retry")["state"] == "parked"
         forq.ctl("restart", "--app", "shop")
         assert forq.client().queue("mails").wait(job, 30) == "posted to you"
         assert forq.queue_status("mails")["restart_error"] is None
+
+
+def test_a_refused_process_starts_when_the_old_code_is_back(tmp_path: Path) -> None:
+    module = tmp_path / "shop_tasks.py"
+    module.write_text(SHOP)
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        wait_for_queue(forq, "mails")
+        # Of another size: Python finds its bytecode by size and seconds.
+        module.write_text(SHOP.replace("concurrency=2", "concurrency=12"))
+        os.kill(forq.child("mails")["pid"], signal.SIGKILL)
+        wait_until(lambda: "cannot start child queue=mails child=main" in forq.log, what="the new process is refused")
+        module.write_text(SHOP)
+        assert result_of(forq, "mails", "send", to="you") == "sent to you"
+        wait_until(lambda: forq.queue_status("mails")["restart_error"] is None, what="no error is left")
 
 
 def test_code_that_changes_without_its_definitions_is_loaded_by_new_workers(tmp_path: Path) -> None:
@@ -246,6 +268,34 @@ def test_changed_files_are_loaded_with_reload(tmp_path: Path) -> None:
         (package / "words.new").rename(package / "words.py")
         wait_until(lambda: "restarted app app=shop" in forq.log, what="the app is restarted")
         assert result_of(forq, "mails", "send", to="you") == "seen by you"
+
+
+def test_a_restart_does_not_wait_for_older_code_that_hangs(tmp_path: Path) -> None:
+    module = tmp_path / "shop_tasks.py"
+    module.write_text("import time\ntime.sleep(600)\n")
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        wait_for_app(forq, "shop_tasks:app", "reading")
+        module.write_text(SHOP)
+        assert forq.call("app.restart", name="shop_tasks:app")["opened"] == ["mails", "shop"]
+        assert apps(forq)["shop"]["error"] is None
+
+
+def test_a_queue_created_at_run_time_becomes_one_of_the_app(tmp_path: Path) -> None:
+    (tmp_path / "shop_tasks.py").write_text(SHOP)
+    forq = Forq()
+    try:
+        forq.start()
+        forq.ctl("create", "mails", "--handler", "shop_tasks:app", "--path", str(tmp_path))
+        job = forq.client().queue("mails").enqueue({"to": "you"}, type="send", run_in=5)
+        assert forq.stop() == 0
+        forq.cwd, forq.arguments = tmp_path, ["--app", "shop_tasks:app"]
+        forq.start()
+        wait_for_app(forq, "shop")
+        wait_for_queue(forq, "mails")
+        assert forq.queue_status("mails")["app"] == "shop"
+        assert forq.client().queue("mails").wait(job, 30) == "sent to you"
+    finally:
+        forq.remove()
 
 
 def test_a_supervisor_stops_while_an_app_hangs_in_its_import(tmp_path: Path) -> None:
