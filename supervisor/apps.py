@@ -329,13 +329,22 @@ class _Restart:
         self._before = before
         self._seconds = seconds
         self._then = then
-        self._left = {*app.specs, *before}
+        # Queues of the config file whose handlers use the hooks of the app.
+        self._others = {
+            name: queue
+            for name, queue in queues.by_name.items()
+            if queue.spec.app == app.spec.app and name not in app.specs and name not in before
+        }
+        self._left = {*app.specs, *before, *self._others}
         self._opened: list[str] = []
         self._restarted: list[str] = []
         self._unserved: list[str] = []
         self._errors: dict[str, ForqError] = {}
 
     def run(self) -> None:
+        if not self._left:
+            self._finish()
+            return
         for name in sorted(self._before):
             if name not in self._app.specs:
                 self._queues.of_apps.pop(name, None)
@@ -349,8 +358,9 @@ class _Restart:
                 self._restart(name, spec)
             except ForqError as exc:
                 self._done(name, exc)
-        if not self._left:
-            self._finish()
+        for name, queue in self._others.items():
+            self._restarted.append(name)
+            self._queues.restart(queue, self._seconds, partial(self._done, name))
 
     def _restart(self, name: str, spec: QueueSpec) -> None:
         queue = self._queues.by_name.get(name)

@@ -134,7 +134,7 @@ def load_app(path: str, directories: Sequence[str]) -> Any:
     try:
         app = load_handler(path, "app")
     except CannotImport as exc:
-        raise _with_unusable_path(exc, directories) from exc
+        raise _with_unusable_path(exc, directories) from exc.__cause__
     if not getattr(type(app), "runs_all_types", False):
         raise CannotImport(f"app {path!r} is not an app, but of type {class_name(type(app))}; write app = forq.App(…)")
     return app

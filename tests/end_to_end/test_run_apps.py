@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,6 +28,19 @@ def send(to: str) -> str:
 @app.task(every="1h")
 def refresh() -> None: ...
 app.queue("mails", concurrency=2, keep_done="1h")
+"""
+LIFESPAN = """
+opened = jobs = 0
+@app.lifespan
+def resources():
+    global opened
+    opened += 1
+    yield
+@app.around
+def count(job):
+    global jobs
+    jobs += 1
+    yield
 """
 
 
@@ -87,7 +101,10 @@ def test_an_app_is_imported_from_the_current_directory_and_its_tasks_run(tmp_pat
 
 
 def test_the_config_file_overrides_options_of_the_code(tmp_path: Path) -> None:
-    (tmp_path / "shop_tasks.py").write_text(SHOP)
+    (tmp_path / "shop_tasks.py").write_text(SHOP + LIFESPAN)
+    (tmp_path / "legacy.py").write_text(
+        "import shop_tasks\ndef handle(data, job):\n    return [shop_tasks.opened, shop_tasks.jobs]\n"
+    )
     settings = f"""
 [apps.shop]
 app = "shop_tasks"
@@ -100,8 +117,9 @@ concurrency = 3
 cron = "30 2 * * *"
 type = "refresh"
 [queues.plain]
-handler = "shop_tasks:app"
+handler = "legacy:handle"
 app = "shop"
+keep_done = "1h"
 """
     with running_in(Path("/"), settings=settings) as forq:
         for name in ("mails", "plain"):
@@ -111,6 +129,12 @@ app = "shop"
         # Three workers, the main thread and the minder.
         wait_until(lambda: len(os.listdir(threads)) >= 5, what="three workers")
         assert set(schedules(forq).values()) == {"app", "config"}
+        # The lifespan was entered once, and the hook runs around the handler.
+        jobs = forq.client().queue("plain")
+        assert [jobs.wait(jobs.enqueue({}), 30) for _ in range(2)] == [[1, 1], [1, 2]]
+        old = forq.child("plain")["pid"]
+        assert sorted(forq.call("app.restart", name="shop")["restarted"]) == ["mails", "plain", "shop"]
+        assert forq.child("plain")["pid"] != old
 
 
 def test_an_app_that_cannot_be_read_is_shown_and_the_others_run(tmp_path: Path) -> None:
@@ -296,6 +320,24 @@ def test_a_queue_created_at_run_time_becomes_one_of_the_app(tmp_path: Path) -> N
         assert forq.client().queue("mails").wait(job, 30) == "sent to you"
     finally:
         forq.remove()
+
+
+def test_systemd_is_notified_when_the_apps_are_read_or_have_failed(tmp_path: Path) -> None:
+    (tmp_path / "shop_tasks.py").write_text("import time\ntime.sleep(1)\n" + SHOP)
+    (tmp_path / "broken_tasks.py").write_text("import nothing\n")
+    forq = Forq(environment={"NOTIFY_SOCKET": str(tmp_path / "notify")})
+    forq.cwd, forq.arguments = tmp_path, ["--app", "shop_tasks:app", "--app", "broken_tasks:app"]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as notified:
+        notified.bind(str(tmp_path / "notify"))
+        notified.settimeout(60)
+        try:
+            forq.start(ready=False)
+            while b"READY=1" not in notified.recv(65536).split(b"\n"):
+                pass
+            assert {app["state"] for app in forq.status()["apps"]} == {"running", "config_error"}
+            assert forq.queue_status("mails")["app"] == "shop"
+        finally:
+            forq.remove()
 
 
 def test_a_supervisor_stops_while_an_app_hangs_in_its_import(tmp_path: Path) -> None:

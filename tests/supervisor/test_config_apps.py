@@ -3,13 +3,16 @@
 import json
 from collections.abc import Callable, Generator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from forq.app_spec import AppSpec, Definitions, QueueOverride, check_definitions
 from forq.errors import ConfigError, ForqError
+from forq.supervisor.census import CENSUS_SECONDS
 from forq.supervisor.config import Config, load
+from forq.supervisor.supervisor import Supervisor
 
 SPEC = AppSpec(None, "shop:app", ("/srv",))
 DEFINITIONS: dict[str, Any] = {
@@ -172,3 +175,11 @@ def test_options_of_an_unknown_task_are_refused() -> None:
     spec = AppSpec("shop", "shop:app", (), {"sned": {"timeout": 1}}, "forq.toml: [apps.shop]")
     with pytest.raises(ConfigError, match=r"\[apps.shop.tasks.sned\]: the app has no task 'sned'; did you mean send\?"):
         check(DEFINITIONS, spec=spec)
+
+
+@pytest.mark.parametrize(("seconds", "ready"), [(CENSUS_SECONDS - 1, False), (CENSUS_SECONDS, True)])
+def test_readiness_waits_for_apps_until_their_time_limit(seconds: float, ready: bool) -> None:
+    supervisor = SimpleNamespace(
+        loop=SimpleNamespace(now=lambda: 1000.0 + seconds), started=1000.0, apps=SimpleNamespace(settled=False)
+    )
+    assert Supervisor.ready.fget(supervisor) is ready  # type: ignore[attr-defined]
