@@ -41,7 +41,7 @@ pipe = max(fd for fd in range(3, 64) if os.path.exists(f"/proc/self/fd/{fd}")
 """
 
 
-def take_census(directory: Path, *, seconds: float = 60.0, app: str = "shop_tasks:app") -> CensusResult:
+def take_census(directory: Path, *, seconds: float = 60.0, app: str = "census_shop:app") -> CensusResult:
     """Also checks that no process is left, and that the loop was never blocked."""
     become_subreaper()
     loop, results = Loop(), list[CensusResult]()
@@ -74,7 +74,7 @@ def _is_zombie(pid: int) -> bool:
 
 
 def check_census(tmp_path: Path, source: str, check: Callable[[CensusResult], object], **how: Any) -> None:
-    (tmp_path / "shop_tasks.py").write_text(source)
+    (tmp_path / "census_shop.py").write_text(source)
 
     def run() -> None:
         logging.getLogger("forq").setLevel(logging.CRITICAL)
@@ -112,12 +112,12 @@ def test_the_definitions_become_queues_and_schedules(tmp_path: Path) -> None:
         mails, shop = result.definitions.queues
         assert result.definitions.name == "shop"
         assert mails.options == {"concurrency": 8, "rate": "100/1m"}
-        assert (mails.handler, mails.app, mails.path) == ("shop_tasks:app", "shop_tasks:app", (str(tmp_path),))
+        assert (mails.handler, mails.app, mails.path) == ("census_shop:app", "census_shop:app", (str(tmp_path),))
         assert mails.definitions_hash == shop.definitions_hash
         assert mails.definitions_hash is not None
         [schedule] = result.definitions.schedules["shop"].values()
         assert schedule["type"] == "refresh"
-        assert result.files == {str(tmp_path / "shop_tasks.py")}
+        assert result.files == {str(tmp_path / "census_shop.py")}
 
     check_census(tmp_path, APP, check)
 
@@ -127,7 +127,7 @@ def test_the_hash_is_that_of_the_definitions(tmp_path: Path) -> None:
 
     def check(result: CensusResult) -> None:
         assert result.definitions is not None
-        made = json.loads((tmp_path / "shop_tasks.py.json").read_text())
+        made = json.loads((tmp_path / "census_shop.py.json").read_text())
         assert {spec.definitions_hash for spec in result.definitions.queues} == {definitions_hash(made)}
 
     check_census(tmp_path, source, check)
@@ -148,7 +148,7 @@ def test_it_inherits_no_other_descriptors(tmp_path: Path) -> None:
         # The tree lock (here a directory), the file for stacks and the report; the list of descriptors itself.
         assert kinds.count("socket") == 1
         others = {kind for kind in kinds if kind != "socket" and not kind.startswith(("/memfd", "/proc"))}
-        assert others <= {str(tmp_path), str(tmp_path / "shop_tasks.py")}
+        assert others <= {str(tmp_path), str(tmp_path / "census_shop.py")}
 
     check_census(tmp_path, source, check)
 
@@ -157,9 +157,9 @@ def test_an_exception_is_shown_with_its_traceback(tmp_path: Path) -> None:
     check_error(
         tmp_path,
         "import forq\ndef explode():\n    raise RuntimeError('boom')\nexplode()\n",
-        "app 'shop_tasks:app' cannot be imported: RuntimeError: boom",
-        f"{tmp_path}/shop_tasks.py, line 3",
-        traceback=f'File "{tmp_path}/shop_tasks.py", line 4, in <module>',
+        "app 'census_shop:app' cannot be imported: RuntimeError: boom",
+        f"{tmp_path}/census_shop.py, line 3",
+        traceback=f'File "{tmp_path}/census_shop.py", line 4, in <module>',
     )
 
 
@@ -170,9 +170,9 @@ def test_a_syntax_error_is_shown_with_its_line(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("app", "reason"),
     [
-        ("shop_tasks:other", "module shop_tasks has no attribute other"),
-        ("shop_tasks:number", "has no attribute number"),
-        ("shop_tasks:function", "is not an app, but of type function"),
+        ("census_shop:other", "module census_shop has no attribute other"),
+        ("census_shop:number", "has no attribute number"),
+        ("census_shop:function", "is not an app, but of type function"),
         ("missing:app", "No module named 'missing'"),
     ],
 )
@@ -182,7 +182,7 @@ def test_other_objects_are_refused(tmp_path: Path, app: str, reason: str) -> Non
 
 def test_a_task_that_cannot_be_converted_is_refused(tmp_path: Path) -> None:
     source = "import forq\napp = forq.App('shop')\n@app.task\ndef f(x: object) -> None: ...\n"
-    check_error(tmp_path, source, "app 'shop_tasks:app' is not valid: InvalidTask", "shop_tasks.py, line 3")
+    check_error(tmp_path, source, "app 'census_shop:app' is not valid: InvalidTask", "census_shop.py, line 3")
 
 
 def test_a_fork_that_returns_reports_nothing(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_processes_and_daemons_of_the_import_are_killed(tmp_path: Path) -> None:
 
 def test_an_import_that_daemonizes_is_an_error(tmp_path: Path) -> None:
     source = "import os\nif os.fork():\n    os._exit(0)\nos.setsid()\n" + APP
-    check_error(tmp_path, source, "app 'shop_tasks:app' cannot be read: its process ended with exit 0", "daemonize")
+    check_error(tmp_path, source, "app 'census_shop:app' cannot be read: its process ended with exit 0", "daemonize")
 
 
 @pytest.mark.parametrize(
@@ -222,12 +222,12 @@ def test_sys_exit_is_an_error_of_the_import(tmp_path: Path) -> None:
 @pytest.mark.parametrize("then", ["", "import time; time.sleep(600)\n"])
 def test_an_import_that_closes_all_descriptors_is_an_error(tmp_path: Path, then: str) -> None:
     source = "import os\nos.closerange(3, 1000)\n" + then + APP
-    check_error(tmp_path, source, "app 'shop_tasks:app' cannot be read: ")
+    check_error(tmp_path, source, "app 'census_shop:app' cannot be read: ")
 
 
 def test_a_hanging_import_is_killed_and_its_place_is_shown(tmp_path: Path) -> None:
     source = "import time\ndef wait():\n    time.sleep(600)\nwait()\n"
-    trace = f'File "{tmp_path}/shop_tasks.py", line 3 in wait'
+    trace = f'File "{tmp_path}/census_shop.py", line 3 in wait'
     check_error(tmp_path, source, "took longer than 1 s; process", traceback=trace, seconds=1.0)
 
 
@@ -261,11 +261,11 @@ def test_a_stopped_process_is_killed(tmp_path: Path) -> None:
         ("""b'{"files": [1]}'""", "`files` is not a list of paths"),
         ("""b'{"files": [], "more": 1}'""", "unknown key 'more'"),
         ("""b'{"files": [], "error": 1}'""", "must be text"),
-        ("""b'{"files": []}'""", "app 'shop_tasks:app': definitions = None is not allowed"),
+        ("""b'{"files": []}'""", "app 'census_shop:app': definitions = None is not allowed"),
     ],
 )
 def test_a_forged_report_is_one_sentence(tmp_path: Path, line: str, reason: str) -> None:
-    check_error(tmp_path, PIPE + f"os.write(pipe, {line} + b'\\n')\n" + APP, "app 'shop_tasks:app'", reason)
+    check_error(tmp_path, PIPE + f"os.write(pipe, {line} + b'\\n')\n" + APP, "app 'census_shop:app'", reason)
 
 
 def test_a_report_that_is_too_long_is_refused(tmp_path: Path) -> None:
