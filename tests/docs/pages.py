@@ -12,7 +12,16 @@ GENERATED = {ROOT / "docs/reference/forqctl.md", ROOT / "docs/reference/settings
 # Run by test_app_guides.
 APP_GUIDES = [
     ROOT / "docs/guide" / f"{name}.md"
-    for name in ("async", "task-results", "task-errors", "hooks", "from-celery", "from-rq", "from-dramatiq")
+    for name in (
+        "first-app",
+        "async",
+        "task-results",
+        "task-errors",
+        "hooks",
+        "from-celery",
+        "from-rq",
+        "from-dramatiq",
+    )
 ]
 
 _FENCE = re.compile(r"^( *)```(\w*)[^\n]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)

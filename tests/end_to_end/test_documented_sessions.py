@@ -78,3 +78,35 @@ def test_the_two_commands_of_the_readme_print_a_first_result() -> None:
 def test_the_readme_shows_the_whole_sample_app() -> None:
     blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     assert (ROOT / "etc/examples/greetings.py").read_text() in blocks
+
+
+@pytest.mark.timeout(120)
+def test_the_first_app_prints_its_result() -> None:
+    page = (ROOT / "docs/guide/first-app.md").read_text()
+    start, use, look = steps(page)
+    assert start.commands == 'export FORQ_STATE_DIR="$PWD/.state"\nforq run --app tasks:app --reload\n'
+    directory = Path(tempfile.mkdtemp(prefix="forq-first-"))
+    (directory / "tasks.py").write_text(files(page)["tasks.py"])
+    environment = {**environ(), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    with open(directory / "log", "wb") as log:
+        supervisor = subprocess.Popen(
+            ["sh", "-c", start.commands.replace("\nforq", "\nexec forq")],
+            cwd=directory,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        shell = Shell(directory, environment)
+        shell.run('export FORQ_STATE_DIR="$PWD/.state"\n')
+        wait_until(lambda: shell.run("forqctl status --check\n")[1] == 0, 60.0, "the supervisor is up")
+        assert shell.run(use.commands) == (use.output, 0), shell.errors()
+        printed, code = shell.run(look.commands)
+        assert code == 0, shell.errors()
+        assert "greet(name: str) -> str" in printed
+        shell.errors()
+    finally:
+        supervisor.terminate()
+        supervisor.wait(60)
+        shutil.rmtree(directory)
