@@ -119,6 +119,9 @@ class Apps:
         """Kills the processes that read apps."""
         self._stopping = True
         for app in self.all:
+            waiting, app.waiting = app.waiting, []
+            for _, then in waiting:
+                then(ForqError(f"app {app.label!r} is not restarted: this supervisor is stopping"))
             if app.timer is not None:
                 app.timer.cancel()
             if app.census is not None:

@@ -235,9 +235,16 @@ def _read_apps(tables: object, file: str, flags: object) -> tuple[AppSpec, ...]:
     """The apps of the config file, and those of --app that the file does not name."""
     apps = {app.app: app for app in read_apps(tables, file)}
     for given in flags if isinstance(flags, list | tuple) else ():
-        app = read_app_flag(given, os.getcwd())
+        app = read_app_flag(given, _current_directory())
         apps.setdefault(app.app, app)
     return tuple(apps.values())
+
+
+def _current_directory() -> str:
+    try:
+        return os.getcwd()
+    except OSError as exc:
+        raise ConfigError(f"--app: the current directory cannot be used: {exc.strerror}; cd to another one") from exc
 
 
 def _read_queues(tables: object, file: Path, config: Config) -> tuple[tuple[QueueSpec, ...], dict[str, QueueOverride]]:

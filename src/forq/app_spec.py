@@ -182,8 +182,7 @@ def check_definitions(
             f"{app.where}: {app.app} is an app of the name {name!r}: rename this table to [apps.{name}], or the app to "
             f"forq.App({app.name!r})"
         )
-    own_options = _read_own_options(app, _object(fields.get("tasks"), "tasks", where), where)
-    yield
+    own_options = yield from _read_own_options(app, _object(fields.get("tasks"), "tasks", where), where)
     tables = _object(fields.get("queues"), "queues", where)
     if len(tables) > MAX_QUEUES:
         raise InvalidOption(f"{where}: it defines {len(tables)} queues, but at most {MAX_QUEUES} are allowed")
@@ -202,7 +201,9 @@ def check_definitions(
     return Definitions(name, tuple(queues), schedules, own_options)
 
 
-def _read_own_options(app: AppSpec, tasks: Mapping[str, Any], where: str) -> dict[str, dict[str, frozenset[str]]]:
+def _read_own_options(
+    app: AppSpec, tasks: Mapping[str, Any], where: str
+) -> Generator[None, None, dict[str, dict[str, frozenset[str]]]]:
     for task in app.task_options:
         if task not in tasks:
             raise ConfigError(
@@ -214,6 +215,7 @@ def _read_own_options(app: AppSpec, tasks: Mapping[str, Any], where: str) -> dic
         options = _object(fields.get("options"), f"options of task {shown(task)}", where)
         queue = _checked_name(fields.get("queue"), f"{where}: task {shown(task)}")
         found.setdefault(queue, {})[task] = frozenset({*options, *app.task_options.get(task, ())})
+        yield
     return found
 
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis
 
@@ -345,6 +346,18 @@ def test_a_supervisor_stops_while_an_app_hangs_in_its_import(tmp_path: Path) -> 
     with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
         assert apps(forq)["shop_tasks:app"]["state"] == "reading"
         assert forq.stop(seconds=20) == 0
+
+
+def test_a_hanging_import_ends_with_a_killed_supervisor(tmp_path: Path) -> None:
+    (tmp_path / "shop_tasks.py").write_text("import time\ntime.sleep(600)\n")
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        [census] = [each for each in forq.processes() if "forq: app shop_tasks reading" in " ".join(each.cmdline())]
+        os.kill(forq.pid, signal.SIGKILL)
+        assert forq.process is not None
+        forq.process.wait()
+        psutil.wait_procs([census], timeout=20)
+        assert not census.is_running() or census.status() == psutil.STATUS_ZOMBIE
+        forq.start()
 
 
 def test_wrong_arguments_are_refused_at_the_start(tmp_path: Path) -> None:
