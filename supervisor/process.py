@@ -20,7 +20,7 @@ from forq.procs import jsonrpc
 from forq.procs.cgroups import Exceeded, Resources
 from forq.procs.loop import Loop, Timer
 from forq.procs.scoreboard import AttemptStats, Role, Scoreboard, Slot, State
-from forq.procs.stacks import STACK_FILE, STACK_SIGNAL, stack_of_thread
+from forq.procs.stacks import MAX_STACK, STACK_FILE, STACK_SIGNAL, stack_of_event_loop, stack_of_thread
 from forq.queue_spec import QueueSpec
 from forq.settings import OPTIONS, Value
 from forq.supervisor.capacity import Grants
@@ -160,7 +160,7 @@ class QueueProcess:
             # Lets pulse find the process before the child itself has written anything.
             slot.pid = self.child.pid
         self._deadlines = Deadlines(deps.children.loop, self._slots(), self._overdue)
-        self.stacks = Stacks(deps.children.loop, self.child)
+        self.stacks = Stacks(deps.children.loop, self.child, self._request_coroutine_stacks)
         self.watch = ProcessWatch(
             deps.children.loop,
             self.child,
@@ -333,7 +333,7 @@ class QueueProcess:
         if not isinstance(message, dict):
             raise InvalidData("a message must be a JSON object")
         try:
-            numbers = [message[key] for key in ("want", "done", "unguarded", "left") if key in message]
+            numbers = [message[key] for key in ("want", "done", "unguarded", "left", "coroutine") if key in message]
             if any(number not in self.slots for number in numbers):
                 raise InvalidData(f"no such worker: {numbers}")
             self._handle(message)
@@ -356,6 +356,10 @@ class QueueProcess:
             self._deadlines.guard(message["unguarded"])
         elif "left" in message:
             self._worker_left(message["left"])
+        elif "coroutine" in message:
+            self.stacks.coroutines[message["coroutine"]] = str(message["stack"])[:MAX_STACK]
+        elif "coroutines" in message:
+            self.stacks.coroutines_received()
         elif "replace" in message:
             if not self.retiring:
                 self._owner.replace_process(self, str(message["replace"])[:MAX_REASON])
@@ -414,8 +418,24 @@ class QueueProcess:
     def _on_dump(self, slot: Slot, dump: str) -> None:
         condemned = self._condemned.get(slot.number)
         if condemned is not None and dump:
-            condemned.stack = stack_of_thread(dump, slot.thread)
+            condemned.stack = self.stack_of(slot, dump)
         self._end_if_only_condemned()
+
+    def stack_of(self, slot: Slot, dump: str) -> str:
+        """The stack of the job that this worker runs. `dump`: of the threads of the process."""
+        if not slot.lenience_ms:
+            return stack_of_thread(dump, slot.thread)
+        if slot.number in self.stacks.coroutines:
+            return self.stacks.coroutines[slot.number]
+        # The interpreter is stuck. The dump shows the coroutine that runs, but not those that wait.
+        return stack_of_event_loop(dump) if slot.step_ns else ""
+
+    def _request_coroutine_stacks(self) -> bool:
+        """False if no coroutine runs."""
+        if not any(slot.lenience_ms for slot in self._slots()):
+            return False
+        self.send({"stacks": 0})
+        return True
 
     def _end_if_only_condemned(self) -> None:
         if self.child.ended:
@@ -644,11 +664,18 @@ MAX_DUMP_BYTES = 256 * 1024
 
 class Stacks:
     """Reads the stacks of one child: a signal makes it write them to its memory file (workers/child.py). Requests that
-    come while a dump is under way share it."""
+    come while a dump is under way share it.
 
-    def __init__(self, loop: Loop, child: Child) -> None:
+    `request_coroutines` requests the stacks of coroutines; False if there are none. The process puts them into
+    `coroutines`. If its interpreter is stuck, the dump does without them."""
+
+    def __init__(self, loop: Loop, child: Child, request_coroutines: Callable[[], bool] = lambda: False) -> None:
+        # Of the last dump, by slot number.
+        self.coroutines: dict[int, str] = {}
         self._loop = loop
         self._child = child
+        self._request_coroutines = request_coroutines
+        self._coroutines_requested = False
         self._waiting: list[Callable[[str], None]] = []
         self._file = -1
         self._size = self._polls = self._stable = 0
@@ -660,6 +687,8 @@ class Stacks:
         if len(self._waiting) > 1:
             return
         self._size = self._polls = self._stable = 0
+        self.coroutines = {}
+        self._coroutines_requested = self._request_coroutines()
         try:
             self._file = self._open()
         except OSError:
@@ -679,12 +708,17 @@ class Stacks:
         os.ftruncate(file, 0)
         return file
 
+    def coroutines_received(self) -> None:
+        """The process has sent the stacks of all its coroutines."""
+        self._coroutines_requested = False
+
     def _poll(self) -> None:
         size = os.fstat(self._file).st_size
         self._polls += 1
         self._stable = self._stable + 1 if size and size == self._size else 0
         self._size = size
-        if self._stable >= STABLE_POLLS or self._polls >= MAX_POLLS:
+        complete = self._stable >= STABLE_POLLS and not self._coroutines_requested
+        if complete or self._polls >= MAX_POLLS:
             self._finish()
         else:
             self._loop.call_later(POLL_SECONDS, self._poll)

@@ -18,7 +18,6 @@ from forq.errors import (
     UsageError,
 )
 from forq.job import new_id
-from forq.procs.stacks import stack_of_thread
 from forq.queue_spec import QueueSpec
 from forq.settings import AUTO_RELEASE, ON_REQUEST, OPTIONS, SHARED_MODES, parse_options
 from forq.supervisor.config import capacity_warning, check_size
@@ -154,7 +153,7 @@ def _read_dump(process: QueueProcess, dump: str) -> list[dict[str, Any]]:
             **common,
             "job": slot.job.decode("utf-8", "replace"),
             "seconds": round((now_ns - slot.started_ns) / 1e9, 3),
-            "stack": stack_of_thread(dump, slot.thread) or None,
+            "stack": process.stack_of(slot, dump) or None,
         }
         for slot in process.busy()
     ]

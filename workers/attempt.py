@@ -25,6 +25,7 @@ from forq.errors import MAX_SNOOZE_SECONDS, ForqError, InvalidData, Snooze
 from forq.job import Job, Reporter, TaskResult
 from forq.job_options import AttemptOptions, StoredOptions, unpack_options
 from forq.procs.scoreboard import POSITION, STARTED, TIMEOUT, Slot
+from forq.workers.coroutine_stacks import coroutine_stack
 from forq.workers.event_loop import CANCEL_MS, Cancelled, EventLoop, Run
 from forq.workers.exec_handlers import MAX_NAME, ProgramFailed
 from forq.workers.handlers import Handlers, class_name, exit_if_forked_from, safe_text
@@ -223,6 +224,14 @@ class AttemptRunner:
         self._killed_as, self.killed = outcome, self._slot.position
         if (run := self._run) is not None:
             self._event_loop.cancel(run, outcome)
+
+    def coroutine_stack(self) -> str | None:
+        """Minder: where the coroutine of the running job is; None if no coroutine runs."""
+        run = self._run
+        if run is None:
+            return None
+        # Coroutines and tasks may be objects of the user.
+        return safe_text(lambda: coroutine_stack(run, self._event_loop))
 
     def close(self) -> None:
         """Stops programs."""

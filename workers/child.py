@@ -203,7 +203,7 @@ class _WorkerPool:
             self._loops = [self._fail_loop(self._slots[0], fail_handler, kind=HelperLoop)]
         else:
             self._loops = [self._retry_loop(self._slots[0], handlers, fail_handler)]
-        self._minder.watch(self._loops, self._grants, self._recycling)
+        self._minder.watch(self._loops, self._grants, self._recycling, self._send)
         if len(self._loops) == 1:
             self._run_loop(self._loops[0])
         else:

@@ -42,7 +42,8 @@ CLOSE_SECONDS = 1.0
 _NO_TIMEOUT = -1
 
 _getpid, _monotonic_ns = os.getpid, time.monotonic_ns
-_HANDLE_RUN = getattr(Handle._run, "__code__", None)
+# The frame under which the loop runs a callback or a step of a task.
+HANDLE_RUN = getattr(Handle._run, "__code__", None)
 
 
 class Cancelled(Enum):
@@ -142,7 +143,7 @@ class EventLoop:
         """The run whose code the loop executes now, also in a task or callback that it started."""
         frame = self.executing_frame()
         while frame is not None:
-            if frame.f_code is _HANDLE_RUN:
+            if frame.f_code is HANDLE_RUN:
                 run: Run | None = frame.f_locals["self"]._context.get(_RUN)
                 return run
             frame = frame.f_back

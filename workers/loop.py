@@ -500,6 +500,9 @@ class WorkerLoop:
         """Ends the coroutine of the job at this position (None: of any)."""
         self._attempts.cancel(position, outcome)
 
+    def coroutine_stack(self) -> str | None:
+        return self._attempts.coroutine_stack()
+
     def blocked_client_id(self) -> int | None:
         """The Redis client id of this worker's connection while it may be blocked; else None."""
         return self.consumer.link.client_id if self._blocking else None

@@ -28,6 +28,7 @@ from forq.errors import ExitCode, ForqError
 from forq.procs.backoff import Backoff
 from forq.procs.lines import LineBuffer
 from forq.procs.scoreboard import Slot, State
+from forq.procs.stacks import MAX_STACK
 from forq.procs.treekill import children_of, kill_descendants, read_stat
 from forq.values import show_progress
 from forq.workers.event_loop import Cancelled
@@ -63,6 +64,8 @@ class MindedLoop(Protocol):
 
     def cancel(self, position: int | None, outcome: Cancelled) -> None: ...
 
+    def coroutine_stack(self) -> str | None: ...
+
     def blocked_client_id(self) -> int | None: ...
 
     def title_text(self) -> str | None: ...
@@ -93,6 +96,7 @@ class Minder:
         self._titles = titles
         self._lines = LineBuffer()
         self._grants: dict[int, Grant] = {}
+        self._send: Callable[[dict[str, object]], None] = lambda message: None
         self._recycling: Recycling | None = None
         self._signals_fd, self._signals_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -115,8 +119,15 @@ class Minder:
         self._begin_lock.acquire()
         return not self._stop_requested
 
-    def watch(self, loops: Sequence[MindedLoop], grants: dict[int, Grant], recycling: Recycling) -> None:
-        """Sets the loops to mind. A SIGTERM that came before stops them now."""
+    def watch(
+        self,
+        loops: Sequence[MindedLoop],
+        grants: dict[int, Grant],
+        recycling: Recycling,
+        send: Callable[[dict[str, object]], None] = lambda message: None,
+    ) -> None:
+        """Sets the loops to mind. A SIGTERM that came before stops them now. `send` sends to the supervisor."""
+        self._send = send
         self._grants = grants
         self._recycling = recycling
         for loop in loops:
@@ -162,7 +173,8 @@ class Minder:
 
     def _read_leash(self) -> None:
         """One message per line: {"go" | "wait" | "yield": slot number}, `begin`, `ping` (the next beat answers), or
-        `cancel` (a slot number with position and outcome; null: every coroutine, at the end of the grace period)."""
+        `cancel` (a slot number with position and outcome; null: every coroutine, at the end of the grace period), or
+        `stacks` (answered with the stacks of coroutines)."""
         try:
             received = self._leash.recv(4096)
         except OSError:
@@ -177,6 +189,8 @@ class Minder:
                 self._allow_begin()
             elif kind == "cancel":
                 self._cancel(number, message)
+            elif kind == "stacks":
+                self._send_coroutine_stacks()
             elif kind != "ping":
                 self._grants[number].receive(kind)
 
@@ -185,6 +199,12 @@ class Minder:
         for loop in self._loops:
             if number is None or loop.slot.number == number:
                 loop.cancel(message.get("position"), outcome)
+
+    def _send_coroutine_stacks(self) -> None:
+        for loop in self._loops:
+            if (stack := loop.coroutine_stack()) is not None:
+                self._send({"coroutine": loop.slot.number, "stack": stack[:MAX_STACK]})
+        self._send({"coroutines": 0})
 
     def _exit_with_supervisor(self) -> None:
         kill_descendants(os.getpid())

@@ -49,6 +49,9 @@ class RetryLoop:
         for loop in self._loops:
             loop.cancel(position, outcome)
 
+    def coroutine_stack(self) -> str | None:
+        return next((stack for loop in self._loops if (stack := loop.coroutine_stack()) is not None), None)
+
     def blocked_client_id(self) -> int | None:
         return self._lane.blocked_client_id()
 
@@ -107,6 +110,9 @@ class IdleLoop:
     def cancel(self, position: int | None, outcome: Cancelled) -> None:
         """It runs no jobs."""
 
+    def coroutine_stack(self) -> None:
+        return None
+
     def blocked_client_id(self) -> int | None:
         return None
 
@@ -149,6 +155,9 @@ class ReleaseLoop:
 
     def cancel(self, position: int | None, outcome: Cancelled) -> None:
         """It runs no jobs."""
+
+    def coroutine_stack(self) -> None:
+        return None
 
     def blocked_client_id(self) -> int | None:
         return self._consumer.link.client_id if self._blocking else None

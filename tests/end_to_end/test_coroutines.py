@@ -98,3 +98,24 @@ def counted_timeouts(forq: Forq, queue: str, job_id: str) -> list[int]:
     """At each start of the job."""
     events = [trace.event for trace in forq.traces() if (trace.queue, trace.job) == (queue, job_id)]
     return [int(event.partition("=")[2]) for event in events if event.startswith("timeouts=")]
+
+
+@pytest.mark.parametrize(
+    ("how", "inner"), [("wait", "wait"), ("block", "block"), ("block_in_task", "block"), ("spin", "spin")]
+)
+def test_stack_shows_coroutines(forq: Forq, how: str, inner: str) -> None:
+    queue = f"stack-{how}"
+    create(forq, queue, concurrency=2)
+    begin(forq, queue, "w", do="wait")
+    begin(forq, queue, "j", do=how)
+
+    def stacks() -> dict[str, str | None]:
+        shown = json.loads(forq.ctl("stack", queue, "--json"))["stacks"]
+        return {each["job"]: each["stack"] for each in shown}
+
+    stack = wait_until(lambda: (found := stacks().get("j")) and f"in {inner}" in found and found, what="its stack")
+    assert "in act" in stack
+    assert "event_loop.py" not in stack
+    if how != "spin":
+        assert "in wait" in str(stacks()["w"])
+    forq.ctl("delete", queue, "--force")

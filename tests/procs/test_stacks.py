@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from forq.procs.loop import Loop
-from forq.procs.stacks import MAX_STACK, STACK_SIGNAL, stack_of_thread
+from forq.procs.stacks import MAX_STACK, STACK_SIGNAL, stack_of_event_loop, stack_of_thread
 from forq.supervisor.process import Stacks
 
 DUMP = """Thread 0x00007f5a2b7fe6c0 (most recent call first):
@@ -30,6 +30,18 @@ def test_only_frames_of_the_handler_are_kept() -> None:
 def test_a_dump_without_the_worker_thread_is_kept_unchanged() -> None:
     assert stack_of_thread(DUMP, 1) == DUMP.strip()
     assert len(stack_of_thread("x" * 20_000, 1)) == MAX_STACK
+
+
+def test_the_coroutine_that_the_event_loop_executes_is_found() -> None:
+    loop = """Thread 0x00007f5a2b7fe6c0 (most recent call first):
+  File "mine.py", line 3 in deep
+  File "mine.py", line 8 in handle
+  File "/x/forq/workers/event_loop.py", line 260 in send
+  File "/x/forq/workers/event_loop.py", line 220 in _run
+"""
+    expected = '  File "mine.py", line 3 in deep\n  File "mine.py", line 8 in handle'
+    assert stack_of_event_loop(loop + DUMP) == expected
+    assert stack_of_event_loop(DUMP) == ""
 
 
 class Program:
