@@ -20,10 +20,10 @@ import orjson
 import forq
 from forq.broker.claim import Limits
 from forq.broker.enqueue import MAX_SECONDS
-from forq.broker.record import pack_data, unpack
+from forq.broker.record import pack_data, stored_options, unpack
 from forq.errors import MAX_SNOOZE_SECONDS, ForqError, InvalidData, Snooze
 from forq.job import Job, Reporter, TaskResult
-from forq.job_options import AttemptOptions, StoredOptions, unpack_options
+from forq.job_options import AttemptOptions
 from forq.procs.scoreboard import POSITION, STARTED, TIMEOUT, Slot
 from forq.workers.coroutine_stacks import coroutine_stack
 from forq.workers.event_loop import CANCEL_MS, Cancelled, EventLoop, Run
@@ -161,7 +161,7 @@ class AttemptRunner:
         """Retries allowed for the running job, in both lanes; None: unknown."""
         limits = self.limits
         in_main: int | None = getattr(limits, "max_retries", None)
-        for own in (self.task_options, _stored_options(self._record)):
+        for own in (self.task_options, stored_options(self._record)):
             if own is not None and own.max_retries is not None:
                 in_main = own.max_retries
         return None if in_main is None else in_main + int(getattr(limits, "retry_lane_retries", 0))
@@ -169,7 +169,7 @@ class AttemptRunner:
     def own_timeout_ms(self, job_id: bytes, record: bytes, fence: int) -> int | None:
         """The timeout that the job or its task sets instead of the queue's. Decodes the job only if a task sets one."""
         try:
-            stored = _stored_options(record)
+            stored = stored_options(record)
             if stored is not None and stored.timeout_ms is not None:
                 return stored.timeout_ms
             if not self.has_task_timeouts:
@@ -276,17 +276,8 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
     identifier = record.identifier or job_id
     enqueued_at = record.enqueued_ms / 1000
     about = (identifier, record.type, record.priority, enqueued_at)
-    stored = _stored_options(packed)
-    snoozes, tick_ms = getattr(record, "snooze_count", 0), None if stored is None else stored.tick_ms
-    return record.data, Job(queue, job_id, *about, fence, counts, record.trace, snoozes, tick_ms)
-
-
-def _stored_options(packed: bytes) -> StoredOptions | None:
-    """The options of the job itself, in the head of its record."""
-    if packed[:1] not in (b"o", b"O"):
-        return None
-    stored = packed[: packed.find(b"\n")].rpartition(b" ")[2]
-    return None if stored == b"-" else unpack_options(stored.decode(errors="replace"))
+    tick_ms = None if record.options is None else record.options.tick_ms
+    return record.data, Job(queue, job_id, *about, fence, counts, record.trace, record.snooze_count, tick_ms)
 
 
 def _never() -> bool:

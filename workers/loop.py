@@ -371,7 +371,7 @@ class WorkerLoop:
         if it has no timer for this worker yet."""
         words, timeout_ms = self.slot.words, self._limits.timeout_ms
         self._attempts.limits = self._limits
-        self._attempts.max_result_bytes = self._limits.max_result_bytes
+        self._attempts.max_result_bytes = self._limits.max_result_bytes if self._limits.keeps_results else 0
         changed = words[TIMEOUT] != timeout_ms
         words[TIMEOUT] = timeout_ms
         self._attempts.timeout_seconds = timeout_ms / 1000

@@ -2,7 +2,7 @@
 record of a job.
 
 Packed options are one word, such as `t=30000,r=5,b=1000:5000,k=3600000` (durations in ms). Scripts read
-single options from it. A record may also have `x=EXPIRES_MS:EXPIRES_IN_MS` and `T=TICK_MS`.
+single options from it. A record may also have `x=EXPIRES_MS` and `T=TICK_MS`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -136,7 +136,7 @@ _READERS: Mapping[str, Any] = {
     "r": lambda value: {"max_retries": int(value)},
     "b": lambda value: {"backoff_ms": tuple(map(int, value.split(":")))},
     "k": lambda value: {"keep_done_ms": int(value)},
-    "x": lambda value: {"expires_ms": int(value.partition(":")[0])},
+    "x": lambda value: {"expires_ms": int(value)},
     "T": lambda value: {"tick_ms": int(value)},
 }
 

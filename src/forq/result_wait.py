@@ -25,6 +25,8 @@ class ResultWait:
     def check(self, waiter: ResultWaiter) -> DoneJob | None:
         """None if the job has not ended. This registers the waiter: later changes are published to it."""
         status = waiter.check(self.target, round(REGISTRATION_SECONDS * 1000))
+        while waiter.is_other_job(status):
+            status = waiter.check(None, round(REGISTRATION_SECONDS * 1000))
         self.target = status.target
         match status.state:
             case "live":

@@ -115,7 +115,7 @@ def test_a_queue_of_small_jobs_is_read_in_one_call(queue: OneQueue) -> None:
 
 def test_every_way_to_store_a_record_notes_its_size(queue: OneQueue) -> None:
     assert largest(queue) == SMALL
-    enqueue(queue, {"a": 8100})
+    enqueue(queue, {"a": 7600})
     assert largest(queue) == SMALL
     enqueue(queue, {"b": 8192})
     assert largest(queue) == 2 * SMALL

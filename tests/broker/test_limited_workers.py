@@ -239,6 +239,17 @@ def test_the_retry_process_is_not_woken_again_while_a_token_is_reserved_for_it(q
     assert queue.state().retry_tokens == 0
 
 
+def test_a_worker_is_woken_when_the_last_suspect_leaves(queue: OneQueue) -> None:
+    queue.create(max_active=2)
+    retry = queue.worker("r1", lane="retry")
+    first, _ = two_suspects(queue, retry)
+    assert first.whole_turn(want=1, done="c").limited
+    queue.producer.cancel("a")
+    assert wakes(queue, first) == 0
+    queue.producer.cancel("b")
+    assert wakes(queue, first) == 1
+
+
 def test_no_place_is_reserved_when_the_last_suspect_is_gone(queue: OneQueue) -> None:
     queue.create(max_active=2)
     retry = queue.worker("r1", lane="retry")

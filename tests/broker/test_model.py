@@ -59,7 +59,12 @@ HOW_RUN_AT = st.sampled_from((True, False, "if_later", "if_earlier"))
 IF_EXISTS = st.sampled_from(("update", "update", "update", "skip", "refuse"))
 SELDOM = st.sampled_from((False, False, False, True))
 PROGRESS = st.sampled_from((0, 1, 2, 9, 9))
-FAILURES = st.sampled_from((None, None, None, "backoff", "backoff", "now", "soon", "permanent", "timeout"))
+FAILURES = st.sampled_from((None, None, None, "backoff", "backoff", "now", "soon", "permanent", "timeout", "snooze"))
+# The expiry is not a multiple of STEP_MS after any time in AHEAD_MS.
+EXPIRES_IN_MS = 45 * MINUTE_MS
+OPTIONS = st.sampled_from(
+    ("", "", "", "r=0", f"r=1,b={25 * MINUTE_MS}:{45 * MINUTE_MS}", f"b={10 * MINUTE_MS}", f"x={EXPIRES_IN_MS}")
+)
 OUTCOMES: st.SearchStrategy[Outcome] = st.sampled_from(("stalled", "timed_out", "interrupted", "suspect", "suspect"))
 WANT = st.sampled_from((0, 1, 2, 4))
 # The last two belong to the retry process and to a helper process that runs only suspects.
@@ -110,9 +115,9 @@ class QueueMachine(RuleBasedStateMachine):
         self.real[name].consumer.join(EXPIRY_MS)
         return ModelWorker(name, processor, lane)
 
-    @rule(job_id=IDS, priority=PRIORITIES, run_at=RUN_AT, if_exists=IF_EXISTS)
-    def enqueue(self, job_id: str, priority: int, run_at: str, if_exists: str) -> None:
-        self._enqueue(job_id, self._dispatch(priority, run_at), if_exists)
+    @rule(job_id=IDS, priority=PRIORITIES, run_at=RUN_AT, if_exists=IF_EXISTS, options=OPTIONS)
+    def enqueue(self, job_id: str, priority: int, run_at: str, if_exists: str, options: str = "") -> None:
+        self._enqueue(job_id, self._dispatch(priority, run_at, options=options), if_exists)
 
     @rule(
         job_ids=SEVERAL_IDS,
@@ -121,11 +126,19 @@ class QueueMachine(RuleBasedStateMachine):
         update_data=st.booleans(),
         how=HOW_RUN_AT,
         reset=st.sampled_from((None, True, False)),
+        options=OPTIONS,
     )
     def update(
-        self, job_ids: str, priority: int, run_at: str, update_data: bool, how: bool | str, reset: bool | None
+        self,
+        job_ids: str,
+        priority: int,
+        run_at: str,
+        update_data: bool,
+        how: bool | str,
+        reset: bool | None,
+        options: str = "",
     ) -> None:
-        self._enqueue(job_ids, self._dispatch(priority, run_at, update_data, how, reset), "update")
+        self._enqueue(job_ids, self._dispatch(priority, run_at, update_data, how, reset, options), "update")
 
     @rule(job_id=IDS, priority=PRIORITIES, run_at=RUN_AT, if_exists=IF_EXISTS, token=st.sampled_from(("t1", "t2")))
     def enqueue_and_repeat_since_the_reply_was_lost(
@@ -162,8 +175,12 @@ class QueueMachine(RuleBasedStateMachine):
         update_data: bool = True,
         how: bool | str = True,
         reset: bool | None = None,
+        options: str = "",
     ) -> Dispatch:
-        return Dispatch(next(self.numbers), priority, self._at(run_at) or 0, update_data, how, reset)
+        at = self._at(run_at) or 0
+        expires = max(at, self.model.now_ms) + EXPIRES_IN_MS if "x=" in options else 0
+        own = "" if expires else options
+        return Dispatch(next(self.numbers), priority, at, update_data, how, reset, own, expires)
 
     def _at(self, when: str) -> int | None:
         ahead = AHEAD_MS[when]
@@ -171,8 +188,9 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _enqueue(self, job_ids: str, dispatch: Dispatch, if_exists: str, token: str | None = None) -> None:
         run_at = dispatch.run_at / 1000 or None
+        options = f"x={EXPIRES_IN_MS}" if dispatch.expires else dispatch.options
         jobs = [
-            new_job(dispatch.data, id=job_id, priority=dispatch.priority, token=token, run_at=run_at)
+            new_job(dispatch.data, id=job_id, priority=dispatch.priority, token=token, run_at=run_at, options=options)
             for job_id in job_ids
         ]
         update = Update(if_exists, dispatch.update_data, dispatch.update_run_at, dispatch.reset)
@@ -240,7 +258,9 @@ class QueueMachine(RuleBasedStateMachine):
         wanted, want = want, self.checks.limits.within(state, worker, want)
         may_claim = want > 0 and not self.model.paused
         claimable = self.checks.claimable(state, worker.lane) if may_claim else []
-        spent = {job_id for job_id, job in self.model.jobs.items() if job.waits and job.spent} if may_claim else set()
+        now_ms = self.model.now_ms
+        waiting = {job_id: job for job_id, job in self.model.jobs.items() if job.waits and may_claim}
+        spent = {job_id for job_id, job in waiting.items() if job.is_spent(now_ms)}
 
         self.checks.limits.turns(worker)
         answer = self._send_turn(real, wanted, (done, failed, how, fence), len(rest))
@@ -286,6 +306,8 @@ class QueueMachine(RuleBasedStateMachine):
             how = Failure(fail)
         elif fail in ("now", "soon"):
             how = Failure(retry_at=self._at(fail) or 1)
+        elif fail == "snooze":
+            how = Failure(fail, self._at("soon"))
         return worker.batch[: upto - len(failed)], failed, how, worker.fence, worker.batch[upto:] if keep else ""
 
     def _send_turn(self, real: HandWorker, want: int, settled: tuple[str, str, Failure, str], keep: int) -> Turn:

@@ -77,9 +77,11 @@ def test_without_keep_done_no_result_is_kept(queue: OneQueue) -> None:
 def test_a_turn_returns_the_maximum_size_of_a_result(queue: OneQueue) -> None:
     queue.registry.configure("q", {"max_data": 77}, {})
     worker = queue.worker()
-    assert worker.whole_turn().limits.max_result_bytes == 77
+    limits = worker.whole_turn().limits
+    assert (limits.max_result_bytes, limits.keeps_results) == (77, True)
     queue.registry.configure("q", {"keep_done_ms": 0}, {})
-    assert worker.whole_turn().limits.max_result_bytes == 0
+    limits = worker.whole_turn().limits
+    assert (limits.max_result_bytes, limits.keeps_results) == (77, False)
 
 
 def test_each_result_belongs_to_its_job_in_a_mixed_settle(queue: OneQueue) -> None:

@@ -55,6 +55,7 @@ def test_an_interval_fires_at_once_and_its_job_matches_the_schedule(rig: Schedul
     assert (job["data"], job["priority"], job["type"]) == ({"n": [1, None, "\u00e4\n"]}, 3, "t")
     assert job["identifier"].startswith("k 20")
     assert job["identifier"].endswith("+00:00")
+    assert job["tick"] == tick_ms / 1000
     assert rig.queue.journal_events() == [("enqueued", f"schedule:k:{tick_ms}")]
     assert rig.queue.pending(3) == [f"schedule:k:{tick_ms}"]
     assert rig.waiting() == [""], "a worker blocked on the list of priority 5 is woken"

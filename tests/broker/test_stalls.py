@@ -235,12 +235,14 @@ def test_the_current_maximum_applies(redis_url: str) -> None:
 
 @pytest.mark.spec("Q9")
 def test_a_turn_returns_the_current_limits(redis_url: str) -> None:
-    with one_queue(redis_url, timeout_ms=1500, size=7, priority=4) as queue:
+    others = {"timeout_ms": 1500, "size": 7, "priority": 4, "max_retries": 6, "retry_lane_retries": 2}
+    with one_queue(redis_url, max_data=99) as queue:
+        queue.create(**others)
         worker = queue.worker()
-        assert worker.whole_turn().limits == Limits(1500, 7, 4)
+        assert worker.whole_turn().limits == Limits(1500, 7, 4, 99, False, 6, 2)
         queue.create(timeout_ms=0, size=3)
         queue.enqueue("a")
-        assert worker.whole_turn(want=1).limits == Limits(0, 3, 4)
+        assert worker.whole_turn(want=1).limits == Limits(0, 3, 4, 99, False, 6, 2)
 
 
 def test_a_queue_of_an_earlier_release_has_no_timeout_and_the_usual_limits(queue: OneQueue) -> None:
@@ -250,7 +252,8 @@ def test_a_queue_of_an_earlier_release_has_no_timeout_and_the_usual_limits(queue
     for outcome in ("stalled", "timed_out") * 3:
         lose(queue, outcome)
     turn = queue.worker("w9").whole_turn(want=1)
-    assert (turn.limits, turn.jobs[0]) == (Limits(timeout_ms=0, size=1, priority=0), b"a")
+    limits = turn.limits
+    assert (limits.timeout_ms, limits.size, limits.priority, turn.jobs[0]) == (0, 1, 0, b"a")
     queue.recover(queue.workers[-1], running=True)
     assert queue.worker("w10").turn(want=1) == []
 

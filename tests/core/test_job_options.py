@@ -32,7 +32,7 @@ def test_zero_is_an_option() -> None:
 
 
 def test_stored_options_are_read_back() -> None:
-    assert unpack_options("t=30000,r=5,b=1000:5000,k=7,x=8:3,T=9") == StoredOptions(
+    assert unpack_options("t=30000,r=5,b=1000:5000,k=7,x=8,T=9") == StoredOptions(
         timeout_ms=30000,
         max_retries=5,
         backoff_ms=(1000, 5000),

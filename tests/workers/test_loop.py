@@ -548,7 +548,7 @@ def test_after_max_jobs_a_worker_stops_claiming_and_reports_it_once() -> None:
     assert rig.replaced == ["max_jobs = 3"]
 
 
-KEEPS = Limits(timeout_ms=0, size=10, priority=0, max_result_bytes=MAX_RESULTS_BYTES)
+KEEPS = Limits(timeout_ms=0, size=10, priority=0, max_result_bytes=MAX_RESULTS_BYTES, keeps_results=True)
 
 
 def test_results_are_sent_with_the_turn_by_job_number() -> None:
@@ -718,7 +718,7 @@ def test_the_variables_of_a_failed_handler_are_freed_after_logging(monkeypatch: 
 
 
 def test_results_that_cannot_be_kept_are_logged_once_a_second(caplog: pytest.LogCaptureFixture) -> None:
-    keeping = replace(LIMITS, max_result_bytes=100)
+    keeping = replace(LIMITS, max_result_bytes=100, keeps_results=True)
     batches = [jobs("a", limits=keeping), jobs("b", "c", limits=keeping), jobs("d", limits=keeping)]
     rig = Rig(lambda data, job: {"order": {job.id}}, NOTHING, *batches, NOTHING)
     rig.loop._limits = keeping

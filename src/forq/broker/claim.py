@@ -19,26 +19,30 @@ BLOCK_MARGIN_SECONDS = 5
 
 # The jobs that a turn settles. Flat lists, because they are built once per job.
 # Succeeded: (id, fence, micros) per job.
-# Failed: (id, fence, micros, error and brief error as JSON, kind, retry at (ms or ''), chance) per job. The kind
-# "permanent" is never retried, "timeout" was ended at its deadline; for any other kind the queue's options decide.
+# Failed: (id, fence, micros, error and brief error as JSON, kind, retry at (ms, '+ms' from now, or ''), chance and
+# ' ' OPTIONS of its task, if it has some) per job. "permanent" is never retried, "timeout" was ended at its deadline,
+# "snooze" is not counted; for any other kind the options decide.
 Settled = list[bytes | str | int]
-# What handlers returned, for a queue that keeps results: (number of the done job in this turn, from 1; JSON, or '!' and
-# the reason why there is none) per job.
-Results = list[bytes | int]
+# What handlers returned, if it is kept: (number of the done job in this turn, from 1, and ' ' KEEP_MS if it is not the
+# queue's keep_done; JSON, or '!' and the reason why there is none) per job.
+Results = list[bytes | int | str]
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The queue's options for the claimed jobs.
 
-    timeout_ms: 0 for none. size: capacity units per running job. priority: among queues. max_result_bytes: 0 if the
-    queue keeps no results.
+    timeout_ms: 0 for none. size: capacity units per running job. priority: among queues. max_result_bytes: of a result
+    that is kept. keeps_results: also of jobs without a keep_done of their own.
     """
 
     timeout_ms: int
     size: int
     priority: int
     max_result_bytes: int = 0
+    keeps_results: bool = False
+    max_retries: int = 0
+    retry_lane_retries: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ class Consumer:
         head = self._turn_args(number, keep, want)
         reply = self.link.run(self._script, self._base, *head, *counts, *done, *failed, *(results or ()))
         # The reply holds fates only if the turn settled failures.
-        fates = read_fates(reply.pop(8)) if failed and len(reply) > 8 else ()
+        fates = read_fates(reply.pop(10)) if failed and len(reply) > 10 else ()
         return self._read_turn(reply, fates)
 
     def _turn_args(self, number: int, keep: int, want: int) -> tuple[str | int, ...]:
@@ -116,9 +120,9 @@ class Consumer:
     def _read_turn(self, reply: list[Any], fates: tuple[Fate, ...] = ()) -> Turn:
         if reply[0] not in (OK, PAUSED, LIMITED):
             raise error_for(self.queue, reply)
-        limits = Limits(reply[4], reply[5], reply[6], reply[7])
+        limits = Limits(reply[4], reply[5], reply[6], abs(reply[7]), reply[7] > 0, reply[8], reply[9])
         paused, limited = reply[0] == PAUSED, reply[0] == LIMITED
-        return Turn(paused, reply[1] == 1, reply[2], reply[3].decode(), limits, reply[8:], limited, fates)
+        return Turn(paused, reply[1] == 1, reply[2], reply[3].decode(), limits, reply[10:], limited, fates)
 
     def release(self) -> ReleaseReply:
         """Tries to lease the first item of an auto_release queue to an awaiter."""

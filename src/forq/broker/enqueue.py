@@ -36,6 +36,17 @@ class NewJob(NamedTuple):
     body: bytes
     token: str
     run_at: str  # ms; '+ms' from now; '' at once
+    options: str = ""  # its own (job_options.pack_options)
+
+
+class JobIdentity(NamedTuple):
+    """Tells a job from others with its id (lua/results.lua, wait). It was stored in this epoch at this time, ready or
+    blocked; later claims have a higher fence."""
+
+    epoch: str
+    fence: str
+    enqueued_ms: str
+    blocked: bool
 
 
 def new_job(
@@ -48,6 +59,7 @@ def new_job(
     token: str | None = None,
     run_at: datetime | float | None = None,
     run_in: timedelta | float | None = None,
+    options: str = "",
 ) -> NewJob:
     """Checks everything that does not need Redis."""
     job_id = new_id() if id is None else check_job_id(id)
@@ -60,7 +72,7 @@ def new_job(
     checked_token = "" if token is None else check_job_id(token, "token")
     body = pack_body(data, identifier, type, current_trace())
     at = "" if run_at is run_in is None else _run_at_argument(run_at, run_in)
-    return NewJob(job_id, priority, body, checked_token, at)
+    return NewJob(job_id, priority, body, checked_token, at, options)
 
 
 def plain_jobs(every_data: Iterable[Any]) -> Iterator[NewJob]:
@@ -152,6 +164,30 @@ class Producer:
         With durable="replica" it returns once a replica has the jobs. Without a replica it sends nothing (NoReplica).
         If no replica acknowledges in time, it raises OutcomeUnknown: the jobs are lost if the master is lost now.
         """
+        reply = self._enqueue(jobs, update, durable)
+        ids = [job.id for job in jobs]
+        if len(reply) > 2:
+            for number, stored_id in _read_stored(reply):
+                ids[number - 1] = stored_id
+        return ids
+
+    def enqueue_identified(
+        self, jobs: list[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None
+    ) -> list[tuple[str, JobIdentity | None]]:
+        """The same; returns ids with identities. A job that an earlier call stored (by its token) has none."""
+        reply = self._enqueue(jobs, update, durable)
+        if not reply:
+            return []
+        epoch, fence, enqueued_ms, *blocked = reply[1].decode().split(" ")
+        ready = JobIdentity(epoch, fence, enqueued_ms, blocked=False)
+        found: list[tuple[str, JobIdentity | None]] = [(job.id, ready) for job in jobs]
+        for number in map(int, blocked):
+            found[number - 1] = (jobs[number - 1].id, ready._replace(blocked=True))
+        for number, stored_id in _read_stored(reply):
+            found[number - 1] = (stored_id, None)
+        return found
+
+    def _enqueue(self, jobs: list[NewJob], update: Update, durable: str | None) -> list[Any]:
         policy = _DEFAULT_POLICY if update is DEFAULT_UPDATE else update.policy()
         on_replica = durable is not None and check_durable(durable)
         if not jobs:
@@ -161,11 +197,7 @@ class Producer:
         reply = self._store(jobs, policy)
         if on_replica:
             _wait_for_replica(self.link, self._base)
-        ids = [job.id for job in jobs]
-        if len(reply) > 1:
-            for number, stored_id in _read_stored(reply):
-                ids[number - 1] = stored_id
-        return ids
+        return reply
 
     def enqueue_many(
         self, jobs: Iterable[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None
@@ -197,8 +229,11 @@ class Producer:
 
     def _store(self, jobs: list[NewJob], policy: str) -> list[Any]:
         args: list[Any] = []
-        for job_id, priority, body, token, run_at in jobs:
-            args += (job_id, f"{priority} {run_at} {token}" if token or run_at else priority, body)
+        for job_id, priority, body, token, run_at, options in jobs:
+            if options:
+                args += (job_id, f"{priority} {run_at} {token} {options}", body)
+            else:
+                args += (job_id, f"{priority} {run_at} {token}" if token or run_at else priority, body)
         reply = self.link.run(self._script, self._base, PROTOCOL, policy, *args)
         if reply[0] != OK:
             raise error_for(self.name, reply)
@@ -245,7 +280,7 @@ def chunks(jobs: Iterable[NewJob]) -> Iterator[list[NewJob]]:
 
 def _read_stored(reply: list[Any]) -> Iterator[tuple[int, str]]:
     """Jobs stored under another id, as (number from 1, id); a skipped job has the id ''."""
-    return ((number, stored_id.decode()) for number, stored_id in zip(reply[1::2], reply[2::2], strict=True))
+    return ((number, stored_id.decode()) for number, stored_id in zip(reply[2::2], reply[3::2], strict=True))
 
 
 def check_durable(durable: object) -> bool:

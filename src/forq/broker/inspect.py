@@ -216,7 +216,7 @@ class Inspector:
         return Page(jobs, f"blocked/{start + limit}" if len(ids) == limit else None)
 
     def _done_page(self, limit: int, start: int) -> Page:
-        ids = self._link.call("ZREVRANGE", f"{self._base}:done", start, start + limit - 1)
+        ids = self._done_ids(limit, start)
         packed = self._link.hash_values(f"{self._base}:done:jobs", ids)
         jobs = [
             _brief(job_id.decode(errors="replace"), "done", read_done(kept).record)
@@ -224,6 +224,15 @@ class Inspector:
             if kept is not None
         ]
         return Page(jobs, f"done/{start + limit}" if len(ids) == limit else None)
+
+    def _done_ids(self, limit: int, start: int) -> list[bytes]:
+        """First the jobs with a keep_done of their own: those that are kept longest, then the others, newest first."""
+        own = f"{self._base}:done:own"
+        ids, count = self._link.pipeline([("ZREVRANGE", own, start, start + limit - 1), ("ZCARD", own)])
+        if len(ids) < limit:
+            first = max(0, start - count)
+            ids += self._link.call("ZREVRANGE", f"{self._base}:done", first, first + limit - len(ids) - 1)
+        return list(ids)
 
     def _dead_page(self, limit: int, position: str) -> Page:
         start = int(position)

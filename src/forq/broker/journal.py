@@ -18,11 +18,13 @@ An event is a verb, a fence (0 where none applies) and its subjects. The last ve
     unblocked 0 ID ID …               ready: the blocked enqueue is now a job (the other has ended)
     merged 0 ID                       (the blocked enqueue has updated the active job; `retried` or `returned` follows)
     withdrawn 0 ID                    (the blocked enqueue was cancelled)
+    options 0 ID OPTIONS              (the job's own options are now these, '-' for none: job_options.py)
     claimed FENCE ATTEMPT ID ID …     active; ATTEMPT: retries + stalls + timeouts of its record, and 1
     marked FENCE ID                   active, and forgotten if it does not succeed (a user removed it)
     done FENCE ID MICROS ID MICROS …  gone (MICROS '-': unknown)
     released FENCE ID MICROS          gone: its awaiter has acknowledged it; MICROS since it was leased
     retried FENCE ID MICROS CAUSE     ready
+    snoozed FENCE ID MICROS           ready; not counted as an attempt
     stalled | timed_out | suspected | interrupted FENCE ID CAUSE [MICROS]   still active; `returned` follows
     returned 0 ID ID …                ready
     cancelled FENCE ID ID …           gone; FENCE 0: it was ready, else it was active
@@ -38,8 +40,8 @@ CAUSE is one word of printable ASCII ('_' for other characters, '-' for none): t
 `dead`; at most 64 characters), or for a loss a signal or another cause code.
 
 Events can be applied one by one in their order. `claimed` followed by `dead` or `retried` of the same id in one entry
-means that no worker got the job: it had stalled or timed out too often, or had no awaiter. An event that "follows" is
-in the same entry.
+means that no worker got the job: it had expired, had stalled or timed out too often, or had no awaiter. An event that
+"follows" is in the same entry.
 
 Each consumer stores in `journal:watermarks` the last entry that it has read and saved. Heartbeats trim the entries that
 all consumers have read.
@@ -209,7 +211,8 @@ def _shapes() -> dict[str, tuple[re.Pattern[str], Callable[[str], list[_Subject]
         "scheduled": (r"(0)", rf"({_ID} [0-9]{{1,15}})", _scheduled),
         "claimed": (rf"({_NUMBER})", rf"([0-9]{{1,9}}(?: {_ID})+)", _claimed),
         "done": (rf"({_NUMBER})", rf"({_ID} {_MICROS}(?: {_ID} {_MICROS})*)", _timed),
-        "released": (rf"({_NUMBER})", rf"({_ID} {_MICROS})", _timed),
+        "released snoozed": (rf"({_NUMBER})", rf"({_ID} {_MICROS})", _timed),
+        "options": (r"(0)", rf"({_ID} {_ID})", _lost),
         "retried": (rf"({_NUMBER})", rf"({_ID} {_MICROS} {_NAME})", _retried),
         "dead": (rf"({_NUMBER})", rf"({_ID} {_MICROS} [01] {_NAME})", _dead),
         "stalled timed_out suspected interrupted": (rf"({_NUMBER})", rf"({_ID} {_ID}(?: {_MICROS})?)", _lost),

@@ -32,6 +32,7 @@ QUEUE_KEYS = (
     "workers",  # zset: external workers by the time (ms) they were last seen
     "expiries",  # zset: items by the time (ms) at which they expire
     "done",  # zset: done jobs that are kept, by the time they ended (ms)
+    "done:own",  # zset: done jobs with a keep_done of their own, by the time until which they are kept (ms)
     "done:jobs",  # hash: id -> ENDED_MS FENCE MICROS, result, record and attempts of a done job
     "waiters",  # hash: id -> UNTIL_MS MARK: clients wait for the end of that job until then; expires
     "told:MARK:ID",  # string: how the job with this mark ended, and its result, for clients that wait; expires

@@ -1,10 +1,11 @@
 """The packed record of a job, as the hash `jobs` holds it under the job's id.
 
-    FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\\n' BODY
+    FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE [' ' SNOOZES ' ' OPTIONS]] '\\n' BODY
 
 FLAG is `p` (plain: all counts are 0), `d` (delayed: all counts are 0, and the job was enqueued for a later time, so its
-age is not its waiting time) or `c` (counts follow). LANE is 0 in the main lane, the number of the next attempt in the
-retry lane, and -1 for a suspect, which runs alone next time. BODY is the JSON array [identifier, type, data], with the
+age is not its waiting time), `c` (counts follow), `o` (counts and options follow) or `O` (the same, delayed). LANE is 0
+in the main lane, the number of the next attempt in the retry lane, and -1 for a suspect, which runs alone next time.
+OPTIONS are the job's own (job_options.py), '-' for none. BODY is the JSON array [identifier, type, data], with the
 trace context as fourth element if there is one.
 
 Scripts write the line before BODY. No script decodes BODY, so data comes back exactly as it went in. A dead job's
@@ -13,7 +14,7 @@ record is followed by its error and its attempts (dead.py).
 
 import marshal
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 from uuid import UUID
@@ -21,6 +22,7 @@ from uuid import UUID
 import orjson
 
 from forq.errors import InvalidData
+from forq.job_options import StoredOptions, unpack_options
 
 MAX_IDENTIFIER = 1024
 
@@ -44,6 +46,10 @@ class Record:
     data: Any
     # The trace context in which the job was enqueued.
     trace: Any = None
+    lane: int = 0
+    snooze_count: int = 0
+    # The job's own; None if it has none.
+    options: StoredOptions | None = None
 
 
 def pack_body(data: Any, identifier: str | None, job_type: str | None, trace: dict[str, str] | None = None) -> bytes:
@@ -91,20 +97,48 @@ def unpack(packed: bytes) -> Record:
         fields = head[3:].split(b" ")
         enqueued_ms = int(fields[0])
         retries, stalls, timeouts = map(int, fields[1:4]) if len(fields) > 1 else (0, 0, 0)
-        suspect = fields[4:5] == [b"-1"]
+        lane, snoozes = int(fields[4]) if len(fields) > 4 else 0, int(fields[5]) if len(fields) > 5 else 0
+        options = unpack_options(fields[6].decode()) if fields[6:7] not in ([], [b"-"]) else None
         counts = (retries, stalls, timeouts)
         trace = rest[0] if rest else None
-        return Record(int(head[1:2]), enqueued_ms, *counts, suspect, identifier, job_type, data, trace)
+        about = (identifier, job_type, data, trace)
+        return Record(int(head[1:2]), enqueued_ms, *counts, lane == -1, *about, max(0, lane), snoozes, options)
     except (ValueError, TypeError) as exc:
         raise InvalidData(f"broken job record: {exc}") from exc
 
 
+def stored_options(packed: bytes) -> StoredOptions | None:
+    """The job's own options; None if it has none. InvalidData if they are broken."""
+    if packed[:1] not in (b"o", b"O"):
+        return None
+    stored = packed[: packed.find(b"\n")].rpartition(b" ")[2]
+    return None if stored == b"-" else unpack_options(stored.decode(errors="replace"))
+
+
 def unpacked_fields(packed: bytes) -> dict[str, Any]:
-    """The fields of a record by name, without an absent trace."""
-    fields = asdict(unpack(packed))
-    if fields["trace"] is None:
-        del fields["trace"]
-    return fields
+    """The fields of a record by name, without those that most jobs lack."""
+    record = unpack(packed)
+    fields = {
+        name: getattr(record, name)
+        for name in ("priority", "enqueued_ms", "retry_count", "stall_count", "timeout_count", "suspect")
+    }
+    fields |= {"identifier": record.identifier, "type": record.type, "data": record.data}
+    if record.trace is not None:
+        fields["trace"] = record.trace
+    if record.snooze_count:
+        fields["snooze_count"] = record.snooze_count
+    return fields | _show_options(record.options)
+
+
+def _show_options(options: StoredOptions | None) -> dict[str, Any]:
+    if options is None:
+        return {}
+    shown: dict[str, Any] = {"options": own} if (own := options.show()) else {}
+    if options.expires_ms is not None:
+        shown["expires_at"] = options.expires_ms / 1000
+    if options.tick_ms is not None:
+        shown["tick"] = options.tick_ms / 1000
+    return shown
 
 
 def show_record(packed: bytes, job_id: str) -> dict[str, Any]:

@@ -172,12 +172,12 @@ class WorkerRecovery:
             return Recovered(reply[1])
         return Recovered(reply[1], reply[2].decode(errors="replace"), *read_fates(reply[3:]))
 
-    def rescue(self, queue: str, at: Position) -> int:
+    def rescue(self, queue: str, at: Position, *, has_results: bool = False) -> int:
         """Returns the unstarted jobs of a held-up worker; how many. If it runs nothing, all jobs of its turn are
-        unstarted."""
+        unstarted. `has_results`: the worker keeps the jobs that it ran, until it sends their results."""
         base = queue_base(self._prefix, queue)
         position = (at.worker, at.turn, at.index, int(at.running))
-        reply = self._link.run(script("rescue"), base, self.processor, *position)
+        reply = self._link.run(script("rescue"), base, self.processor, *position, int(has_results))
         return 0 if reply[0] == NO_QUEUE else int(reply[1])
 
     def registered(self, queue: str) -> dict[str, int]:

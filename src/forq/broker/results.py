@@ -1,6 +1,7 @@
 """Results: the done jobs that a queue keeps, and waiting for the end of a job.
 
-`done` holds ids by their end time, `done:jobs` holds under each id
+`done` holds ids by their end time; `done:own` holds those of jobs with a keep_done of their own, by the time until
+which they are kept. `done:jobs` holds under each id
 
     ENDED_MS ' ' FENCE ' ' MICROS '\n' RESULT '\n' RECORD '\n' ATTEMPTS
 
@@ -14,6 +15,7 @@ from typing import Any, Literal
 import orjson
 
 from forq.broker.dead import DeadJobs
+from forq.broker.enqueue import JobIdentity
 from forq.broker.keys import ended_channel, queue_base
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
@@ -143,7 +145,7 @@ def check_jobs(
     """`ResultWaiter.check` for several jobs of a queue, given by id and target, in one round trip. The jobs of a queue
     that no longer exists are "gone"."""
     calls = [
-        (base, job_id, *(("", "") if target is None else (target.epoch, target.mark)), valid_ms)
+        (base, job_id, *(("", "") if target is None else (target.epoch, target.mark)), valid_ms, 0, "")
         for job_id, target in jobs
     ]
     checks: list[WaitCheck] = []
@@ -165,7 +167,19 @@ def check_jobs(
 class ResultWaiter:
     """Waits for the end of one job: subscribe first, then check; check again after each message."""
 
-    def __init__(self, link: Link, prefix: str, queue: str, job_id: str) -> None:
+    def __init__(
+        self,
+        link: Link,
+        prefix: str,
+        queue: str,
+        job_id: str,
+        identity: JobIdentity | None = None,
+        *,
+        keeps: bool = False,
+    ) -> None:
+        """`identity`: of the job that is meant, if another one may have its id. `keeps`: its task keeps its result."""
+        self.identity = identity
+        self._keeps = keeps
         self.queue = check_queue_name(queue)
         self.job_id = check_job_id(job_id)
         self._link = link
@@ -182,13 +196,24 @@ class ResultWaiter:
         `target`: None the first time. UsageError if the queue keeps no results; UnknownQueue if the queue is gone, even
         if it was created again.
         """
-        since = ("", "") if target is None else (target.epoch, target.mark)
-        reply = self._link.run(script("wait"), self._base, self.job_id, *since, valid_ms)
+        since = (self.identity.epoch if self.identity else "", "") if target is None else (target.epoch, target.mark)
+        meant = "" if self.identity is None else _meant_job(self.identity)
+        reply = self._link.run(script("wait"), self._base, self.job_id, *since, valid_ms, int(self._keeps), meant)
         if reply[0] != OK:
             raise error_for(self.queue, reply)
         state, epoch, mark = (part.decode() for part in reply[1:4])
         fence = int(reply[4]) if len(reply) > 4 else 0
         return WaitStatus(WaitTarget(epoch, mark), state, fence, read_done(reply[5]) if len(reply) > 5 else None)
+
+    def is_other_job(self, status: WaitStatus) -> bool:
+        """Whether the job that ended is one that the wanted job was blocked behind: then check again from the start."""
+        return (
+            self.identity is not None
+            and self.identity.blocked
+            and bool(status.target.mark)
+            and status.state in ("done", "dead", "cancelled")
+            and status.fence <= int(self.identity.fence)
+        )
 
     def why_not_kept(self) -> str:
         return why_not_kept(self._link, self._base, self.queue)
@@ -203,7 +228,11 @@ class ResultWaiter:
         shown = self._show_dead(self.job_id)
         if shown is None or shown["fence"] <= after:
             return None
-        other = target.enqueued_ms is not None and round(shown["enqueued_at"] * 1000) != target.enqueued_ms
+        enqueued_ms, meant = round(shown["enqueued_at"] * 1000), self.identity
+        other = target.enqueued_ms is not None and enqueued_ms != target.enqueued_ms
+        if meant is not None:
+            later = enqueued_ms > int(meant.enqueued_ms)
+            other = other or shown["fence"] <= int(meant.fence) or (later and not meant.blocked)
         return None if other else shown["error"]
 
     def _show_dead(self, reference: str) -> dict[str, Any] | None:
@@ -211,3 +240,7 @@ class ResultWaiter:
             return self._dead.show(reference)
         except UnknownJob:
             return None
+
+
+def _meant_job(identity: JobIdentity) -> str:
+    return f"{identity.fence} {identity.enqueued_ms} {'blocked' if identity.blocked else 'ready'}"

@@ -53,6 +53,7 @@ WRONG_MODE = -11
 LAPSED = -12
 STALE = -13
 CHANGED = -14
+NOT_IN_MODE = -15
 OTHER_OPTION = -20
 BROKEN = -30
 NO_SCHEDULE = -40
@@ -165,6 +166,11 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         return InvalidData(f"a job for queue {queue!r} is larger than max_data = {detail[1]} bytes; nothing was stored")
     if code == WRONG_MODE:
         return WrongMode(f"queue {queue!r} is of mode {detail[0]}: {_MODE_HINTS.get(str(detail[0]), '')}")
+    if code == NOT_IN_MODE:
+        return WrongMode(
+            f"queue {queue!r} is of mode {detail[0]}: timeout, max_retries, backoff, expires_in and keep_done of one "
+            "job need a queue of mode work; nothing was stored"
+        )
     if code == LAPSED:
         return LeaseLapsed(f"the item of queue {queue!r} was not acknowledged in time: it is waiting again")
     if code == BROKEN:
@@ -199,6 +205,8 @@ class Fate(NamedTuple):
                 return f"{attempt}, {retry}"
             case "lane":
                 return f"{attempt}, {retry} once no other job waits"
+            case "snoozed":
+                return f"attempt {self.attempt}, not counted, again {_wait(self.wait_ms)}"
             case "suspect":
                 return f"attempt {self.attempt}, not counted, {retry} alone in its process"
             case "interrupted":

@@ -27,6 +27,7 @@ READY: Final = (
     "promoted",
     "unblocked",
     "retried",
+    "snoozed",
     "returned",
     "revived",
 )
@@ -36,7 +37,7 @@ LIFECYCLE: Final = (*READY, *ACTIVE, *GONE)
 
 STARTS: Final = ("enqueued", "fail_job_added", "unblocked", "revived")
 # The steps that end a run. From its claim until then a worker holds the job.
-RUN_ENDS: Final = ("done", "released", "retried", "dead", "cancelled_run", "returned")
+RUN_ENDS: Final = ("done", "released", "retried", "snoozed", "dead", "cancelled_run", "returned")
 
 # Step -> the steps of the lifecycle that may precede it.
 AFTER: Final[dict[str, tuple[str, ...]]] = {
@@ -45,7 +46,7 @@ AFTER: Final[dict[str, tuple[str, ...]]] = {
     "revived": GONE,
     "unblocked": ("done", "released", "dead", "cancelled_run"),
     "updated": READY,
-    "scheduled": ("enqueued", "updated", "unblocked", "retried", "returned"),
+    "scheduled": ("enqueued", "updated", "unblocked", "retried", "snoozed", "returned"),
     # Updating a job that stays scheduled writes `scheduled` again.
     "promoted": ("scheduled",),
     # A scheduled job is promoted first.
@@ -57,6 +58,7 @@ AFTER: Final[dict[str, tuple[str, ...]]] = {
     "interrupted": ("claimed",),
     "returned": ("claimed", *LOSSES),
     "retried": ("claimed",),
+    "snoozed": ("claimed",),
     "done": ("claimed", "marked"),
     "released": ("claimed", "marked"),
     "dead": ("claimed",),
@@ -74,7 +76,7 @@ IN_ONE_ENTRY: Final = (
 )
 
 # Steps of a run: they have the fence of its claim.
-FENCED: Final = ("marked", *LOSSES, "retried", "done", "released", "dead", "cancelled_run")
+FENCED: Final = ("marked", *LOSSES, "retried", "snoozed", "done", "released", "dead", "cancelled_run")
 # Steps without a fence.
 UNFENCED: Final = (
     "enqueued",
@@ -85,6 +87,7 @@ UNFENCED: Final = (
     "unblocked",
     "merged",
     "withdrawn",
+    "options",
     "returned",
     "cancelled",
     "dropped",
@@ -102,13 +105,13 @@ NOT_WHILE_BLOCKED: Final = tuple(
     for step in LIFECYCLE
     if step not in ("marked", *LOSSES, "done", "released", "dead", "cancelled_run", "unblocked")
 )
-MERGED_BEFORE: Final = ("retried", "returned")
+MERGED_BEFORE: Final = ("retried", "snoozed", "returned")
 
 ARCHIVE: Final = ("dead", "failing", "revived", "discarded", "forgotten")
 ARCHIVE_ENDS: Final = ("revived", "discarded", "forgotten")
 
 # Steps after which a job may be claimed at once.
-READY_AT_ONCE: Final = ("enqueued", "unblocked", "returned", "retried", "revived")
+READY_AT_ONCE: Final = ("enqueued", "unblocked", "returned", "retried", "snoozed", "revived")
 # Verbs that end a lifecycle.
 ENDS: Final = journal.ENDS
 SUCCEEDED: Final = ("done", "released")
@@ -116,7 +119,7 @@ FAILED: Final = ("retried", "dead", "stalled", "timed_out")
 # Ends of a run without a run time from the worker.
 CUT_SHORT: Final = (*LOSSES, "cancelled")
 # Verbs that can follow a claim. `returned` directly after it: the job was returned unstarted.
-AFTER_CLAIM: Final = ("done", "released", "retried", "dead", *CUT_SHORT, "returned")
+AFTER_CLAIM: Final = ("done", "released", "retried", "snoozed", "dead", *CUT_SHORT, "returned")
 # Verbs about a blocked job, a dead job or a queue, which are not part of a lifecycle.
 NOT_IN_LIFECYCLE: Final = tuple(sorted(journal.VERBS - set(LIFECYCLE)))
 

@@ -29,6 +29,7 @@ class Replay:
         self.active: dict[str, int] = {}  # id -> fence
         self.attempts: dict[str, int] = {}  # of the active ones
         self.marked: set[str] = set()
+        self.options: dict[str, str] = {}  # of ids, also ended ones
         self.blocked: set[str] = set()
         self.archived: set[str] = set()  # id@fence
         self.deleted = False
@@ -91,6 +92,7 @@ class Replay:
 
     def _enqueued(self, event: Event, job: str) -> None:
         self._demand(event, job not in self.ready and job not in self.active)
+        self.options.pop(job, None)
         self.ready[job] = None
 
     def _updated(self, event: Event, job: str) -> None:
@@ -136,6 +138,12 @@ class Replay:
         self._leaves_its_worker(event, job)
         self.ready[job] = None
 
+    def _snoozed(self, event: Event, job: str) -> None:
+        self._follows(event, job)
+        self._demand(event, job not in self.marked and job not in self.blocked)
+        self._leaves_its_worker(event, job)
+        self.ready[job] = None
+
     def _stalled(self, event: Event, job: str) -> None:
         self._demand(event, self.active.get(job) == event.fence and job not in self.marked and bool(event.cause))
         self._demand(event, job not in self._to_come)
@@ -159,13 +167,18 @@ class Replay:
         self._follows(event, job)
         self._demand(event, job in self.active and job in self.blocked and job not in self.marked)
         self.blocked.remove(job)
-        self._to_come[job] = ("returned",) if before else ("returned", "retried")
+        self._to_come[job] = ("returned",) if before else ("returned", "retried", "snoozed")
 
     def _withdrawn(self, event: Event, job: str) -> None:
         self._demand(event, job in self.active and job in self.blocked)
         self.blocked.remove(job)
 
+    def _options(self, event: Event, job: str) -> None:
+        self._demand(event, (job in self.ready or job in self.active) and bool(event.cause))
+        self.options[job] = event.cause or ""
+
     def _unblocked(self, event: Event, job: str) -> None:
+        self.options.pop(job, None)
         self._demand(event, job in self.blocked and job not in self.ready and job not in self.active)
         self.blocked.remove(job)
         self.ready[job] = None

@@ -6,6 +6,7 @@ Dispatches blocked behind an active job are kept one by one and applied in order
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
+from forq.job_options import unpack_options
 from tests.support.models.limits import ModelLimits
 
 MAX_RETRIES = 2
@@ -27,9 +28,11 @@ class Dispatch:
     update_data: bool = True
     update_run_at: bool | str = True
     reset: bool | None = None
+    options: str = ""  # packed, without the expiry
+    expires: int = 0  # ms; 0: never
 
     def new(self) -> "ModelJob":
-        return ModelJob(self.data, self.priority, self.run_at)
+        return ModelJob(self.data, self.priority, self.run_at, options=self.options, expires=self.expires)
 
     def on(self, job: "ModelJob") -> None:
         at = self.run_at
@@ -37,8 +40,9 @@ class Dispatch:
         job.run_at = run_at[self.update_run_at]
         if self.update_data:
             job.data, job.priority = self.data, self.priority
+            job.options, job.expires = self.options, self.expires
         if self.update_data if self.reset is None else self.reset:
-            job.retries = job.stalls = job.timeouts = job.attempts = 0
+            job.retries = job.stalls = job.timeouts = job.attempts = job.snoozes = 0
             job.suspect = False
 
 
@@ -72,6 +76,9 @@ class ModelJob:
     retries: int = 0
     stalls: int = 0
     timeouts: int = 0
+    snoozes: int = 0
+    options: str = ""
+    expires: int = 0
     suspect: bool = False
     by_age: bool = False  # a suspect that is back in its place by age
     attempts: int = 0
@@ -82,10 +89,18 @@ class ModelJob:
     def waits(self) -> bool:
         return self.owner is None and not self.scheduled
 
-    @property
-    def spent(self) -> bool:
+    def is_spent(self, now_ms: int) -> bool:
         """The next claim moves it to dead."""
-        return self.stalls > MAX_STALLS or self.timeouts > MAX_TIMEOUTS
+        return self.stalls > MAX_STALLS or self.timeouts > MAX_TIMEOUTS or 0 < self.expires <= now_ms
+
+    @property
+    def max_retries(self) -> int:
+        own = unpack_options(self.options).max_retries
+        return MAX_RETRIES if own is None else own
+
+    def backoff_ms(self, of_queue: tuple[int, ...]) -> int:
+        own = unpack_options(self.options).backoff_ms
+        return own[min(self.retries, len(own) - 1)] if own else of_queue[self.retries]
 
     @property
     def place(self) -> str:
@@ -273,7 +288,15 @@ class ModelQueue:
         """Moves all timers closer; `now_ms` stays."""
         for job in self.jobs.values():
             job.run_at = max(0, job.run_at - ms)
-            job.blocked = [replace(dispatch, run_at=max(0, dispatch.run_at - ms)) for dispatch in job.blocked]
+            job.expires = job.expires and job.expires - ms
+            job.blocked = [
+                replace(
+                    dispatch,
+                    run_at=max(0, dispatch.run_at - ms),
+                    expires=dispatch.expires and dispatch.expires - ms,
+                )
+                for dispatch in job.blocked
+            ]
         self.kept = {job_id: replace(done, ended_ms=done.ended_ms - ms) for job_id, done in self.kept.items()}
 
     def promote(self) -> None:
@@ -307,11 +330,15 @@ class ModelQueue:
             elif how.kind == "timeout":
                 job.lost("timed_out")
                 self._come_back(job, 0)
-            elif how.kind == "permanent" or job.retries >= MAX_RETRIES:
+            elif how.kind == "snooze":
+                job.snoozes += 1
+                job.suspect = False
+                self._come_back(job, how.retry_at or 0)
+            elif how.kind == "permanent" or job.retries >= job.max_retries:
                 self.dead += 1
                 self._end(job_id)
             else:
-                backoff = self.backoff_ms[job.retries]
+                backoff = job.backoff_ms(self.backoff_ms)
                 job.tried()
                 job.retries += 1
                 job.suspect = False
@@ -326,7 +353,9 @@ class ModelQueue:
         if how.kind == "timeout":
             left = max(0, MAX_TIMEOUTS - job.timeouts)
             return "returned" if left else "dead", attempt, attempt + left
-        left = MAX_RETRIES - job.retries
+        if how.kind == "snooze":
+            return "snoozed", attempt, attempt
+        left = max(0, job.max_retries - job.retries)
         return "dead" if how.kind == "permanent" or not left else "retried", attempt, attempt + left
 
     def ran(self, worker: ModelWorker, job_ids: str) -> None:
@@ -356,7 +385,7 @@ class ModelQueue:
         for job_id in job_ids:
             job = self.jobs[job_id]
             assert job.waits, f"{job_id} is active twice, or begun before its time"
-            assert not job.spent, f"{job_id} is begun once too often"
+            assert not job.is_spent(self.now_ms), f"{job_id} is begun once too often"
             assert job.suspect == (worker.lane != "main"), f"{job_id} is begun in the wrong process"
             job.owner = f"{worker.name}:{fence}"
         self.limits.begin(len(job_ids), self.active())
@@ -368,7 +397,7 @@ class ModelQueue:
         """A claim in this lane found these and gave them to no worker."""
         for job_id in job_ids:
             job = self.jobs.pop(job_id)
-            assert job.spent
+            assert job.is_spent(self.now_ms)
             assert job.waits
             assert job.suspect == (lane != "main")
             self.dead += 1

@@ -1,11 +1,12 @@
 """Checks a real queue against its model after each step."""
 
+import re
 from collections import Counter
 from dataclasses import dataclass
 
 import orjson
 
-from forq.broker.record import unpack
+from forq.broker.record import Record, unpack
 from forq.broker.results import read_done
 from tests.support.drive.one_queue import OneQueue, State
 from tests.support.models.journal_replay import Replay
@@ -84,6 +85,12 @@ class Checks:
         assert seen == {
             job_id: (job.data, job.priority, job.retries, job.stalls, job.timeouts) for job_id, job in jobs.items()
         }
+        assert {job_id: (_own(record), record.snooze_count) for job_id, record in records.items()} == {
+            job_id: (job.options, job.snoozes) for job_id, job in jobs.items()
+        }
+        for job_id, record in records.items():
+            expires_ms = (record.options and record.options.expires_ms) or 0
+            assert abs(expires_ms - jobs[job_id].expires) < MINUTE_MS, f"{job_id} expires at another time"
         assert {job_id: record.suspect for job_id, record in records.items()} == {
             job_id: job.suspect for job_id, job in jobs.items()
         }
@@ -191,6 +198,9 @@ class Checks:
         assert replay.attempts == {
             job_id: 1 + job.retries + job.stalls + job.timeouts for job_id, job in running.items()
         }
+        assert {job_id: _without_expiry(replay.options.get(job_id, "")) for job_id in jobs} == {
+            job_id: job.options for job_id, job in jobs.items()
+        }
         assert replay.marked == {job_id for job_id, job in running.items() if job.removed}
         assert replay.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
         assert replay.paused == self._model.paused
@@ -212,6 +222,23 @@ def pass_time(queue: OneQueue, ms: int) -> None:
         queue.redis.zadd(queue.key("scheduled"), {job_id: due - ms})
     for job_id, entry in queue.redis.hgetall(queue.key("blocked")).items():
         head, _, body = entry.partition(b"\n")
-        *flags, own, lo, hi = head.decode().split(" ")
+        update, reset, priority, own, lo, hi, *options = head.decode().split(" ")
         moved = [t if int(t) == FAR else str(max(0, int(t) - ms)) for t in (own, lo, hi)]
-        queue.redis.hset(queue.key("blocked"), job_id, " ".join([*flags, *moved]).encode() + b"\n" + body)
+        parts = [update, reset, priority, *moved, *(_sooner(each, ms) for each in options)]
+        queue.redis.hset(queue.key("blocked"), job_id, " ".join(parts).encode() + b"\n" + body)
+    for job_id, packed in queue.redis.hgetall(queue.key("jobs")).items():
+        head, _, body = packed.partition(b"\n")
+        if b"x=" in head:
+            queue.redis.hset(queue.key("jobs"), job_id, _sooner(head.decode(), ms).encode() + b"\n" + body)
+
+
+def _sooner(options: str, ms: int) -> str:
+    return re.sub(r"x=(\d+)", lambda expiry: f"x={int(expiry[1]) - ms}", options)
+
+
+def _own(record: Record) -> str:
+    return "" if record.options is None else record.options.pack()
+
+
+def _without_expiry(options: str) -> str:
+    return "" if options == "-" else re.sub(r",?x=\d+", "", options)

@@ -1,9 +1,10 @@
 -- Enqueue, update and cancel jobs. An enqueue for an active id is blocked behind it: `blocked`, id -> entry. Several
--- enqueues fold into one entry: UPDATE RESET PRIORITY OWN LO HI '\n' BODY.
+-- enqueues fold into one entry: UPDATE RESET PRIORITY OWN LO HI [' ' OPTIONS] '\n' BODY.
 --   UPDATE, RESET  whether to replace data and reset counts if the active job returns
 --   OWN            run_at (ms) of the blocked job if the active one ends and it becomes a job of its own
 --   LO, HI         new run_at of the active job if it returns: min(max(run_at, LO), HI). Setting a time, "if later" and
 --                  "if earlier" all have this form, and so has any sequence of them.
+--   OPTIONS        the job's own options (records.lua)
 
 function blocked.clamp(run_at, lo, hi)
   return math.min(math.max(run_at, lo), hi)
@@ -12,7 +13,8 @@ end
 function blocked.read(id)
   local entry = redis.call('HGET', key('blocked'), id)
   if not entry then return nil end
-  local update, reset, priority, own, lo, hi, body = string.match(entry, '^(%d) (%d) (%d) (%d+) (%d+) (%d+)\n(.*)$')
+  local update, reset, priority, own, lo, hi, stored, body =
+    string.match(entry, '^(%d) (%d) (%d) (%d+) (%d+) (%d+) ?(%S*)\n(.*)$')
   return {
     update = update == '1',
     reset = reset == '1',
@@ -20,6 +22,7 @@ function blocked.read(id)
     own = tonumber(own),
     lo = tonumber(lo),
     hi = tonumber(hi),
+    options = stored,
     body = body,
   }
 end
@@ -32,8 +35,8 @@ function blocked.unblock(ids)
     local entry = blocked.read(id)
     if entry then
       redis.call('HDEL', key('blocked'), id)
-      local flag = entry.own > now_ms and 'd' or 'p'
-      redis.call('HSET', key('jobs'), id, string.format('%s%s %.0f\n', flag, entry.priority, now_ms) .. entry.body)
+      local job = records.new(entry.priority, now_ms, entry.own, entry.options, entry.body)
+      redis.call('HSET', key('jobs'), id, records.write(job))
       unblocked[#unblocked + 1] = id
       entries[#entries + 1] = entry
     end
@@ -42,6 +45,7 @@ function blocked.unblock(ids)
   for i, entry in ipairs(entries) do
     timers.make_ready(unblocked[i], entry.priority, entry.own)
     timers.set_expiry(unblocked[i], entry.own)
+    records.note_options(unblocked[i], entry.options)
   end
 end
 
@@ -51,15 +55,17 @@ function blocked.update(id, job, run_at)
   local entry = blocked.read(id)
   if not entry then return run_at end
   redis.call('HDEL', key('blocked'), id)
-  if entry.update then job.body, job.priority = entry.body, entry.priority end
+  local before, wanted = job.options, blocked.clamp(run_at, entry.lo, entry.hi)
+  if entry.update then job.body, job.priority, job.options = entry.body, entry.priority, entry.options end
   if entry.reset then
     records.reset_counts(job)
     attempts.delete({ id })
   end
+  -- Before `merged`, which must be followed directly by the return of the job.
+  if job.options ~= before then records.note_options(id, job.options, true) end
   journal.note('merged 0 ' .. id)
-  run_at = blocked.clamp(run_at, entry.lo, entry.hi)
-  job.delayed = job.delayed or run_at > now_ms
-  return run_at
+  job.delayed = job.delayed or wanted > now_ms
+  return wanted
 end
 
 local FAR = 9007199254740991  -- no run_at is later
@@ -76,18 +82,21 @@ function blocked.add(id, dispatch)
   local before = blocked.read(id)
   local entry = before or {
     update = false, reset = false, priority = dispatch.priority, own = dispatch.run_at, lo = 0, hi = FAR,
-    body = dispatch.body,
+    options = dispatch.options, body = dispatch.body,
   }
   entry.update = entry.update or dispatch.update_data
   entry.reset = entry.reset or dispatch.reset
-  if dispatch.update_data then entry.body, entry.priority = dispatch.body, dispatch.priority end
+  if dispatch.update_data then
+    entry.body, entry.priority, entry.options = dispatch.body, dispatch.priority, dispatch.options
+  end
   if before then
     local lo, hi = blocked.fold_bounds(0, FAR, dispatch.update_run_at, dispatch.run_at)
     entry.own = blocked.clamp(entry.own, lo, hi)
   end
   entry.lo, entry.hi = blocked.fold_bounds(entry.lo, entry.hi, dispatch.update_run_at, dispatch.run_at)
-  redis.call('HSET', key('blocked'), id, string.format('%d %d %s %.0f %.0f %.0f\n', entry.update and 1 or 0,
-    entry.reset and 1 or 0, entry.priority, entry.own, entry.lo, entry.hi) .. entry.body)
+  redis.call('HSET', key('blocked'), id, string.format('%d %d %s %.0f %.0f %.0f%s\n', entry.update and 1 or 0,
+    entry.reset and 1 or 0, entry.priority, entry.own, entry.lo, entry.hi,
+    entry.options == '' and '' or ' ' .. entry.options) .. entry.body)
 end
 
 -- First job in ARGV, and values per job.
@@ -113,10 +122,13 @@ end
 -- ARGV     protocol, policy, then per job: id, head, body. Each argument costs time, so:
 --          policy: what to do with a known id ('update' | 'skip' | 'refuse' | 'leave'), update_data ('1' | '0'),
 --          update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), separated by spaces
---          head: PRIORITY, or PRIORITY ' ' RUN_AT ' ' TOKEN; RUN_AT (ms; '+ms' from now) and TOKEN may be empty
--- Returns  {OK, index, id, index, id ...}: the jobs (from 1) whose token is known, with the stored id, and those left
---          out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index};
---          {TOO_LARGE, index, max_data}
+--          head: PRIORITY, or PRIORITY ' ' RUN_AT ' ' TOKEN [' ' OPTIONS]; RUN_AT (ms; '+ms' from now) and TOKEN may be
+--          empty; OPTIONS: the job's own (records.lua), with 'x=' followed by ms
+-- Returns  {OK, mark, index, id, index, id ...}: the jobs (from 1) whose token is known, with the stored id, and those
+--          left out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index};
+--          {TOO_LARGE, index, max_data}; {NOT_IN_MODE, mode} for options in another mode than work
+--          mark: EPOCH ' ' FENCE ' ' NOW_MS, and the indexes of the jobs that are blocked. Later claims have a higher
+--          fence, so the mark tells the jobs of this call from other jobs with their ids (see wait)
 -- States   (new) -> waiting | scheduled; (new) -> blocked; waiting <-> scheduled (updated)
 function verbs.enqueue()
   if not epoch then return { NO_QUEUE } end
@@ -127,7 +139,8 @@ function verbs.enqueue()
 
   local stored_at = ' ' .. now_ms .. '\n'
 
-  if store_single(count, max_items, max_data, stored_at) then return { OK } end
+  local mark = epoch .. ' ' .. (stored_counts[4] or '0') .. ' ' .. now_ms
+  if store_single(count, max_items, max_data, stored_at) then return { OK, mark } end
 
   local if_exists, update_data, update_run_at, reset = string.match(ARGV[2], '^(%l+) (%d) ([%l_]+) (%d)$')
 
@@ -135,19 +148,21 @@ function verbs.enqueue()
     return key_of('token', epoch .. ':' .. token)
   end
 
-  -- Returns priority, run_at (ms; 0 = at once) and token ('' = none).
+  -- Returns priority, run_at (ms; 0 = at once), token ('' = none) and options ('' = none).
   local function read_head(head)
-    if #head == 1 then return head, 0, '' end
-    local priority, from_now, run_at, token = string.match(head, '^(%d) (%+?)(%d*) (.*)$')
-    return priority, (tonumber(run_at) or 0) + (from_now == '+' and now_ms or 0), token
+    if #head == 1 then return head, 0, '', '' end
+    local priority, from_now, ms, token, given = string.match(head, '^(%d) (%+?)(%d*) (%S*) ?(.*)$')
+    local run_at = (tonumber(ms) or 0) + (from_now == '+' and now_ms or 0)
+    return priority, run_at, token, records.start_expiry(given, run_at)
   end
 
   local function read_dispatch(at)
-    local priority, run_at = read_head(ARGV[at + 1])
+    local priority, run_at, _, own_options = read_head(ARGV[at + 1])
     return {
       id = ARGV[at],
       priority = priority,
       body = ARGV[at + 2],
+      options = own_options,
       run_at = run_at,
       update_data = update_data == '1',
       update_run_at = update_run_at,
@@ -165,10 +180,11 @@ function verbs.enqueue()
     for i, id in ipairs(ids) do existing[i] = redis.call('HEXISTS', key('jobs'), id) == 1 end
   end
 
-  local reply, new, changes, seen, tokens, longest = { OK }, {}, {}, {}, {}, 0
+  local reply, new, changes, seen, tokens, longest = { OK, mark }, {}, {}, {}, {}, 0
   for i = 1, count do
     local at = FIRST + WIDTH * (i - 1)
-    local id, body, _, _, token = ARGV[at], ARGV[at + 2], read_head(ARGV[at + 1])
+    local id, body, _, _, token, own_options = ARGV[at], ARGV[at + 2], read_head(ARGV[at + 1])
+    if own_options ~= '' and mode ~= 'work' then return { NOT_IN_MODE, mode } end
     local stored = token ~= '' and (tokens[token] or redis.call('GET', token_key(token)))
     if #body > max_data then return { TOO_LARGE, i, max_data } end
     if #body > longest then longest = #body end
@@ -212,12 +228,17 @@ function verbs.enqueue()
 
   local function store_new()
     if #new == 0 then return end
-    local packed, by_priority, stored_ids, later = {}, {}, {}, {}
+    local packed, by_priority, stored_ids, later, with_options = {}, {}, {}, {}, {}
     for i, at in ipairs(new) do
-      local id, priority, run_at = ARGV[at], read_head(ARGV[at + 1])
+      local id, priority, run_at, _, own_options = ARGV[at], read_head(ARGV[at + 1])
       packed[2 * i - 1] = id
       stored_ids[i] = id
-      packed[2 * i] = (run_at > now_ms and 'd' or 'p') .. priority .. stored_at .. ARGV[at + 2]
+      if own_options == '' then
+        packed[2 * i] = (run_at > now_ms and 'd' or 'p') .. priority .. stored_at .. ARGV[at + 2]
+      else
+        packed[2 * i] = records.write(records.new(priority, now_ms, run_at, own_options, ARGV[at + 2]))
+        with_options[#with_options + 1] = { id, own_options }
+      end
       if run_at > now_ms then
         later[#later + 1] = { id, run_at }
       else
@@ -229,6 +250,7 @@ function verbs.enqueue()
     for priority, list in pairs(by_priority) do hints.push_back(priority, list) end
     journal.note_ids('enqueued', 0, stored_ids)
     for _, job in ipairs(later) do timers.schedule(job[1], job[2]) end
+    for _, job in ipairs(with_options) do records.note_options(job[1], job[2]) end
     if mode ~= 'work' then
       for _, at in ipairs(new) do timers.set_expiry(ARGV[at], read_dispatch(at).run_at) end
     end
@@ -244,12 +266,13 @@ function verbs.enqueue()
     local new_run_at = blocked.clamp(run_at, lo, hi)
     if not job then
       -- A broken record has no priority; its hint goes where claims look first.
-      job = { priority = '5', enqueued_ms = string.format('%.0f', now_ms) }
-      records.reset_counts(job)
+      job = records.new('5', now_ms, 0, '', '')
       dispatch.update_data = true
     end
-    local place = records.place_for(job)
-    if dispatch.update_data then job.body, job.priority = dispatch.body, dispatch.priority end
+    local place, options_before = records.place_for(job), job.options
+    if dispatch.update_data then
+      job.body, job.priority, job.options = dispatch.body, dispatch.priority, dispatch.options
+    end
     if dispatch.reset then
       records.reset_counts(job)
       attempts.delete({ id })
@@ -257,6 +280,7 @@ function verbs.enqueue()
     local new_place = records.place_for(job)
     job.delayed = job.delayed or new_run_at > now_ms
     redis.call('HSET', key('jobs'), id, records.write(job))
+    if job.options ~= options_before then records.note_options(id, job.options, true) end
     journal.note('updated 0 ' .. id)
     -- The age counts from run_at. Updating a waiting job, or one between two attempts, must not make it younger.
     if mode ~= 'work' and new_run_at ~= run_at then timers.set_expiry(id, new_run_at, new_run_at <= now_ms) end
@@ -280,6 +304,7 @@ function verbs.enqueue()
     local dispatch = read_dispatch(at)
     if redis.call('HEXISTS', key('active'), dispatch.id) == 1 then
       blocked.add(dispatch.id, dispatch)
+      mark = mark .. ' ' .. (at - FIRST) / WIDTH + 1
       journal.note_ids('blocked', 0, { dispatch.id })
     else
       update(dispatch)
@@ -287,6 +312,7 @@ function verbs.enqueue()
   end
   hints.wake_idle(NOTIFY_AWAITERS)
   journal.write('-')
+  reply[2] = mark
   return reply
 end
 

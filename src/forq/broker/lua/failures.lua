@@ -1,7 +1,8 @@
 -- Failed and lost attempts, dead jobs and the outbox.
 
 -- The fate of a job after a failed or lost attempt: {how, ms until it is retried, number of the attempt, number of
--- attempts if all end like this one}. how: 'retried'; 'lane' (in the retry lane); 'returned' (waits again at once);
+-- attempts if all end like this one}. how: 'retried'; 'lane' (in the retry lane); 'snoozed' (runs again later, not
+-- counted); 'returned' (waits again at once);
 -- 'suspect' (the same, and runs alone); 'interrupted' (the same, not counted); 'dead' (also if the next claim moves it
 -- to dead); 'removed'; 'refused' (the worker no longer owns the job).
 
@@ -9,10 +10,20 @@ function failures.fate(how, due_ms, attempt, left)
   return { how, math.max(0, due_ms - now_ms), attempt, attempt + left }
 end
 
+-- A snooze is not counted as an attempt, but a job that always snoozes must end.
+local MAX_SNOOZES = 1000
+local TOO_MANY_SNOOZES = '{"name":"TooManySnoozes","message":"it was snoozed ' .. MAX_SNOOZES
+  .. ' times","kind":"permanent","traceback":null}'
+
+-- The options of a job are the strongest, then those of its task, then those of the queue.
+function failures.max_retries(job, task_options)
+  return records.own(job.options, 'r') or records.own(task_options, 'r') or option('max_retries')
+end
+
 -- Attempts left after one that fails now and is not counted yet.
-function failures.retries_left(job)
+function failures.retries_left(job, task_options)
   if job.lane > 0 then return math.max(0, option('retry_lane_retries') - job.lane) end
-  return math.max(0, option('max_retries') - job.retries) + option('retry_lane_retries')
+  return math.max(0, failures.max_retries(job, task_options) - job.retries) + option('retry_lane_retries')
 end
 
 -- `count`: attempts lost in this way, this one included. The job is dead above `max`.
@@ -32,14 +43,18 @@ function failures.fate_of_lost_job(lost)
   return failures.fate(job.lane == LANE_OF_SUSPECT and 'suspect' or 'interrupted', due_ms, attempts.count(job) + 1, 0)
 end
 
--- Five values from ARGV[at] on: error, brief error (JSON), kind, retry at (ms or ''), chance (0 to 1).
+-- Five values from ARGV[at] on: error, brief error (JSON), kind, retry at (ms, '+ms' from now, or ''), chance (0 to 1),
+-- followed by ' ' OPTIONS if its task has some.
 function failures.read(at)
+  local from_now, ms = string.match(ARGV[at + 3], '^(%+?)(%d+)$')
+  local chance, task_options = string.match(ARGV[at + 4], '^(%S+) ?(%S*)$')
   return {
     error = ARGV[at],
     brief = ARGV[at + 1],
     kind = ARGV[at + 2],
-    retry_at_ms = tonumber(ARGV[at + 3]),
-    chance = tonumber(ARGV[at + 4]),
+    retry_at_ms = ms and tonumber(ms) + (from_now == '+' and now_ms or 0),
+    chance = tonumber(chance),
+    task_options = task_options,
   }
 end
 
@@ -64,10 +79,12 @@ function failures.settle(id, settler, micros, failure)
   local function retry_job(job, lane_number)
     local due = failure.retry_at_ms
     if not due then
-      local wait = math.min(option('max_backoff_ms'), option('min_backoff_ms') * 2 ^ math.min(job.retries, 40))
+      local wait = records.own_backoff_ms(job.options, job.retries + 1)
+        or records.own_backoff_ms(failure.task_options, job.retries + 1)
+        or math.min(option('max_backoff_ms'), option('min_backoff_ms') * 2 ^ math.min(job.retries, 40))
       due = now_ms + math.floor(wait * (1 + option('jitter') / 100 * (2 * failure.chance - 1)))
     end
-    local left = failures.retries_left(job)
+    local left = failures.retries_left(job, failure.task_options)
     job.retries, job.lane = job.retries + 1, lane_number
     -- requeue may reset the counts (blocked.update).
     local attempt = attempts.count(job)
@@ -75,7 +92,21 @@ function failures.settle(id, settler, micros, failure)
     return failures.fate(lane_number > 0 and 'lane' or 'retried', due, attempt, left)
   end
 
+  local function snooze(job)
+    -- Its handler returned: no longer a suspect.
+    if job.lane == LANE_OF_SUSPECT then job.lane = 0 end
+    job.snoozes = job.snoozes + 1
+    local attempt = attempts.number(job)
+    local due = requeue(job, failure.retry_at_ms, 'snoozed ' .. fence .. ' ' .. id .. ' ' .. micros)
+    return failures.fate('snoozed', due, attempt, 0)
+  end
+
   local function settle_owned()
+    if kind == 'snooze' then
+      local job = records.read(record)
+      if job and job.snoozes < MAX_SNOOZES then return snooze(job) end
+      kind, brief, failure.error = 'permanent', TOO_MANY_SNOOZES, TOO_MANY_SNOOZES
+    end
     local timed_out = kind == 'timeout'
     attempts.add(id, timed_out and 'timed_out' or 'failed', timed_out and 'timeout' or 'exception', micros, brief)
     local job = records.read(record)
@@ -89,12 +120,13 @@ function failures.settle(id, settler, micros, failure)
     end
     -- Its handler returned, so the job did not crash its process: no longer a suspect.
     if job and job.lane == LANE_OF_SUSPECT then job.lane = 0 end
-    if job and kind ~= 'permanent' and job.lane == 0 and job.retries < option('max_retries') then
+    local max_retries = job and failures.max_retries(job, failure.task_options)
+    if job and kind ~= 'permanent' and job.lane == 0 and job.retries < max_retries then
       return retry_job(job, 0)
     elseif job and kind ~= 'permanent' and job.lane < option('retry_lane_retries') then
       return retry_job(job, job.lane + 1)
     end
-    local left = job and failures.retries_left(job) or 0
+    local left = job and failures.retries_left(job, failure.task_options) or 0
     dead.bury({ { id = id, fence = fence, micros = micros, record = record, error = failure.error, brief = brief } })
     return failures.fate('dead', 0, job and attempts.count(job) + 1 or 1, left)
   end
@@ -192,6 +224,7 @@ function dead.bury(jobs)
     local line = string.format(
       '{"id":%s,"fence":%s,"died_ms":%.0f,"priority":%s,"enqueued_ms":%s,"counts":[%d,%d,%d],"body":',
       quoted(id), fence, now_ms, job.priority, job.enqueued_ms, job.retries, job.stalls, job.timeouts)
+    if job.options ~= '' then line = string.gsub(line, '"body":$', '"options":"' .. job.options .. '",%0') end
     return line .. job.body .. ',"error":' .. error .. '}'
   end
 
@@ -213,10 +246,7 @@ function dead.bury(jobs)
     journal.note('dead ' .. fence .. ' ' .. id .. ' ' .. job.micros .. ' ' .. (has_fail_job and 1 or 0) .. ' '
       .. dead.cause_of(job.error))
     -- A broken record is logged with its id only.
-    local parsed = records.read(job.record) or {
-      priority = '5', enqueued_ms = string.format('%.0f', now_ms), retries = 0, stalls = 0, timeouts = 0, lane = 0,
-      body = '[null,null,null]',
-    }
+    local parsed = records.read(job.record) or records.new('5', now_ms, 0, '', '[null,null,null]')
     if not parent then lines[i] = outbox_line(id, fence, parsed, job.error) end
     if has_fail_job then add_fail_job(id, fence, parsed, job.brief) end
     if owners[i] then ended[#ended + 1] = id end
@@ -241,7 +271,7 @@ function dead.bury(jobs)
     'LIMIT', 0, DEAD_EXPIRED_PER_CALL))
 end
 
--- revive: moves dead jobs to the end of their priority's list, with all counts 0.
+-- revive: moves dead jobs to the end of their priority's list, with all counts 0 and without their expiry.
 -- KEYS[1]  the queue's base
 -- ARGV     id@fence, id@fence ...
 -- Returns  {OK, per member: 1 revived | 0 not found | EXISTS a live job has its id | FULL | BROKEN ...}, with fewer
@@ -252,10 +282,11 @@ function verbs.revive()
 
   -- A dead entry is HEAD '\n' BODY '\n' ERROR ['\n' ATTEMPTS]; ERROR is an object, ATTEMPTS a list (dead.py).
   local function read_dead(entry)
-    local priority, rest = string.match(entry, '^.(%d) %d+[^\n]*\n(.*)$')
-    if not priority then return nil end
-    local before = string.match(rest, '^(.*)\n%[[^\n]*$') or rest
-    return priority, string.match(before, '^(.*)\n{[^\n]*$')
+    local dead_job = records.read(entry)
+    if not dead_job then return nil end
+    local before = string.match(dead_job.body, '^(.*)\n%[[^\n]*$') or dead_job.body
+    local body = string.match(before, '^(.*)\n{[^\n]*$')
+    return body and records.new(dead_job.priority, now_ms, 0, records.drop_expiry(dead_job.options), body)
   end
 
   local function revive_one(member, entry)
@@ -264,17 +295,18 @@ function verbs.revive()
       return 0
     end
     local id, fence = string.match(member, '^(.+)@(%d+)$')
-    local priority, body = read_dead(entry)
-    if not id or not body then return BROKEN end
+    local job = read_dead(entry)
+    if not id or not job then return BROKEN end
     if redis.call('HEXISTS', key('jobs'), id) == 1 then return EXISTS end
     if records.is_full() then return FULL end
-    redis.call('HSET', key('jobs'), id, 'p' .. priority .. string.format(' %.0f\n', now_ms) .. body)
-    records.note_size(#body, base)
-    hints.push_back(priority, { id })
+    redis.call('HSET', key('jobs'), id, records.write(job))
+    records.note_size(#job.body, base)
+    hints.push_back(job.priority, { id })
     if mode ~= 'work' then timers.set_expiry(id, 0) end
     redis.call('HDEL', key('dead:jobs'), member)
     redis.call('ZREM', key('dead'), member)
     journal.note('revived ' .. fence .. ' ' .. id)
+    records.note_options(id, job.options)
     return 1
   end
 

@@ -128,6 +128,8 @@ end
 --   notifies    NOTIFY_AWAITERS: notifies awaiters (on_request only).
 --   makes_room  WAKE_LIMITED: a job may have ended or tokens arrived, so workers held back by the limits are woken.
 function hints.wake_idle(notifies, makes_room)
+  -- A unit that was reserved for the last suspect is free.
+  if suspect_hints == 0 and suspect_hints_before > 0 then makes_room = true end
   if other_hints ~= other_hints_before or in_lane ~= in_lane_before or suspect_hints ~= suspect_hints_before then
     journal.set_count('other_hints', other_hints)
     journal.set_count('lane', in_lane)

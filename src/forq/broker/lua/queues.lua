@@ -230,7 +230,7 @@ function verbs.delete()
   redis.call('UNLINK', hints.swept_key(RETRY_PLACE))
   redis.call('UNLINK', key('awaiters'), key('awaiting'), key('leases'), key('expiries'), key('accepted'),
     key('workers'))
-  redis.call('UNLINK', key('done'), key('done:jobs'), key('waiters'))
+  redis.call('UNLINK', key('done'), key('done:own'), key('done:jobs'), key('waiters'))
   redis.call('UNLINK', key('schedules'), key('schedules:next'), key('schedules:runs'))
   redis.call('UNLINK', key('active'), key('progress'), key('scheduled'), key('attempts'), key('blocked'), key('retry'),
     key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('limited'),
@@ -346,7 +346,7 @@ function verbs.counts()
     tonumber(counted[5] or 0),
     counted[6] or '',
     redis.call('HLEN', key('awaiters')),
-    redis.call('ZCARD', key('done')),
+    redis.call('ZCARD', key('done')) + redis.call('ZCARD', key('done:own')),
     due_ms < math.huge and math.max(0, math.floor(due_ms) - now_ms) or -1,
     rate_count,
     option('rate_ms'),

@@ -1,6 +1,9 @@
--- A record: FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE] '\n' BODY (record.py).
---   FLAG  'p' (plain): all counts are 0; 'd' (delayed): the same, and the job was scheduled; 'c': counts follow
---   LANE  0: main lane; above 0: number of the next attempt in the retry lane; -1: suspect
+-- A record: FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE [' ' SNOOZES ' ' OPTIONS]] '\n'
+-- BODY (record.py).
+--   FLAG     'p' (plain): all counts are 0; 'd' (delayed): the same, and the job was scheduled; 'c': counts follow;
+--            'o': counts and options follow; 'O': the same, and the job was scheduled
+--   LANE     0: main lane; above 0: number of the next attempt in the retry lane; -1: suspect
+--   OPTIONS  the job's own options as one word ('-': none), such as 't=30000,r=5' (job_options.py)
 -- Scripts never decode BODY.
 
 local LANE_OF_SUSPECT = -1
@@ -15,7 +18,7 @@ local SUSPECTS_PLACE = 's'
 local READ_BYTES = 4 * 1024 * 1024
 -- The option `largest_record` is an upper limit for the length of any record of the queue, counts included. It is a
 -- power of two, at least SMALL_RECORD. It is an option because options are cached: small records need no measuring.
-local SMALL_RECORD, HEAD_BYTES = 8192, 64
+local SMALL_RECORD, HEAD_BYTES = 8192, 512
 
 function records.is_full()
   local max_items = option('max_items')
@@ -51,10 +54,26 @@ function records.reset_largest()
   next_version(base)
 end
 
+-- A job without counts. `own_options`: packed, '' for none.
+function records.new(priority, enqueued_ms, run_at_ms, own_options, body)
+  return {
+    priority = priority,
+    enqueued_ms = enqueued_ms,
+    retries = 0,
+    stalls = 0,
+    timeouts = 0,
+    lane = 0,
+    snoozes = 0,
+    options = own_options,
+    body = body,
+    delayed = run_at_ms > now_ms,
+  }
+end
+
 -- Returns nil if the record is broken.
 function records.read(record)
-  local priority, enqueued, retries, stalls, timeouts, lane, body =
-    string.match(record, '^.(%d) (%d+) ?(%d*) ?(%d*) ?(%d*) ?(%-?%d*)\n(.*)$')
+  local priority, enqueued, retries, stalls, timeouts, lane, snoozes, stored, body =
+    string.match(record, '^.(%d) (%d+) ?(%d*) ?(%d*) ?(%d*) ?(%-?%d*) ?(%d*) ?(%S*)\n(.*)$')
   if not body then return nil end
   return {
     priority = priority,
@@ -63,12 +82,19 @@ function records.read(record)
     stalls = tonumber(stalls) or 0,
     timeouts = tonumber(timeouts) or 0,
     lane = tonumber(lane) or 0,
+    snoozes = tonumber(snoozes) or 0,
+    options = stored == '-' and '' or stored,
     body = body,
-    delayed = string.sub(record, 1, 1) == 'd',
+    delayed = string.find(record, '^[dO]') ~= nil,
   }
 end
 
 function records.write(job)
+  if job.options ~= '' or job.snoozes > 0 then
+    local stored = job.options == '' and '-' or job.options
+    return string.format('%s%s %s %d %d %d %d %d %s\n', job.delayed and 'O' or 'o', job.priority, job.enqueued_ms,
+      job.retries, job.stalls, job.timeouts, job.lane, job.snoozes, stored) .. job.body
+  end
   if job.retries + job.stalls + job.timeouts == 0 and job.lane == 0 then
     return (job.delayed and 'd' or 'p') .. job.priority .. ' ' .. job.enqueued_ms .. '\n' .. job.body
   end
@@ -77,7 +103,7 @@ function records.write(job)
 end
 
 function records.reset_counts(job)
-  job.retries, job.stalls, job.timeouts, job.lane = 0, 0, 0, 0
+  job.retries, job.stalls, job.timeouts, job.lane, job.snoozes = 0, 0, 0, 0, 0
 end
 
 function records.place_for(job)
@@ -90,6 +116,53 @@ function records.place_of(record)
   if string.sub(record, 1, 1) == 'p' then return string.match(record, '^.(%d) ') end
   local job = records.read(record)
   return job and records.place_for(job)
+end
+
+-- The job's own options: OPTION '=' VALUE, separated by commas. Each option is one letter that no value contains, so a
+-- plain search finds it.
+
+-- A numeric option; nil if it is not set.
+function records.own(stored, letter)
+  local value = string.match(stored, letter .. '=(%d+)')
+  return value and tonumber(value)
+end
+
+-- The delay before retry number `retry`, from 1; the last one repeats. nil if the job has none of its own.
+function records.own_backoff_ms(stored, retry)
+  local delays, delay, number = string.match(stored, 'b=([%d:]+)'), nil, 0
+  for each in string.gmatch(delays or '', '%d+') do
+    delay, number = each, number + 1
+    if number == retry then break end
+  end
+  return delay and tonumber(delay)
+end
+
+-- Options as an enqueue gives them: 'x=' is followed by ms, which count from run_at, or else from now.
+function records.start_expiry(given, run_at_ms)
+  return (string.gsub(given, 'x=(%d+)', function(ms)
+    return string.format('x=%.0f', math.max(now_ms, run_at_ms) + ms)
+  end))
+end
+
+function records.drop_expiry(stored)
+  return (string.gsub(string.gsub(stored, ',?x=%d+', ''), '^,', ''))
+end
+
+-- Notes the options of a job in the journal, after the event that set them. `changed`: even if there are none any more.
+function records.note_options(id, stored, changed)
+  if stored ~= '' then
+    journal.note('options 0 ' .. id .. ' ' .. stored)
+  elseif changed then
+    journal.note('options 0 ' .. id .. ' -')
+  end
+end
+
+-- The error (JSON) of a job that expired before it could start; nil if it has not expired.
+function records.expired_error(job)
+  local expires_ms = records.own(job.options, 'x')
+  if not expires_ms or expires_ms > now_ms then return nil end
+  return string.format('{"name":"Expired","message":"it expired %.3f seconds before a worker could start it",'
+    .. '"kind":"expired","traceback":null}', (now_ms - expires_ms) / 1000)
 end
 
 -- The latest unsuccessful attempts at each job: `attempts`, id -> JSON objects, one per line, oldest first.

@@ -278,10 +278,11 @@ function verbs.recover()
 end
 
 -- rescue: takes unstarted jobs from a worker that is busy with one job of its batch. Settles the jobs it ran (unless
--- the queue keeps results) and returns the unstarted ones; the running job stays. If the process hangs before it has
--- started any job of its last turn, all jobs return.
+-- the worker has results of them) and returns the unstarted ones; the running job stays. If the process hangs before it
+-- has started any job of its last turn, all jobs return.
 -- KEYS[1]  the queue's base
--- ARGV     processor, worker, its position: turn number, index of the running job, running ('1' | '0': not started)
+-- ARGV     processor, worker, its position: turn number, index of the running job, running ('1' | '0': not started),
+--          whether it has results to keep ('1' | '0')
 -- Returns  {OK, number of returned jobs}; {OK, 0} if the worker has moved on; {NO_QUEUE}
 -- States   active -> done, active -> waiting (returned)
 function verbs.rescue()
@@ -303,7 +304,7 @@ function verbs.rescue()
   if not_started then
     claims.return_jobs(worker, unstarted)
     redis.call('UNLINK', processing)
-  elseif option('keep_done_ms') > 0 then
+  elseif ARGV[6] == '1' or option('keep_done_ms') > 0 then
     -- Only the worker has the results of the jobs it ran: they stay with it, in order, until its next turn.
     local kept = { [current] = true }
     for _, id in ipairs(ran) do kept[id] = true end

@@ -47,57 +47,81 @@ function waiters.notify(ids, outcome, fences)
   end
 end
 
--- Done jobs, kept for `keep_done`: `done`, id by end time (ms); `done:jobs`, id -> ENDED_MS ' ' FENCE ' ' MICROS '\n'
--- RESULT '\n' RECORD '\n' ATTEMPTS. RESULT is JSON, '' (lost with its worker) or '!' and the reason why there is none.
--- ATTEMPTS is a JSON array of the earlier attempts.
+-- Done jobs, kept for `keep_done`: `done`, id by end time (ms); `done:own`, jobs with a keep_done of their own, id by
+-- the time (ms) until which they are kept. An id is in one of them. `done:jobs`, id -> ENDED_MS ' ' FENCE ' ' MICROS
+-- '\n' RESULT '\n' RECORD '\n' ATTEMPTS. RESULT is JSON, '' (lost with its worker) or '!' and the reason why there is
+-- none. ATTEMPTS is a JSON array of the earlier attempts.
 
 local TRIMMED_DONE_PER_CALL = 100
 -- The queue was created by a release without this option.
 local DONE_MAX = 10000
 
--- Removes at most `most` excess and `most` expired entries.
+-- Removes at most `most` excess and `most` expired entries of each set.
 function done.trim(most)
-  local function forget(ids)
+  local excess = redis.call('ZCARD', key('done')) + redis.call('ZCARD', key('done:own'))
+    - tonumber(options.done_max or DONE_MAX)
+  local function forget(name, ids)
     if #ids == 0 then return end
-    redis.call('ZREM', key('done'), unpack(ids))
+    redis.call('ZREM', key(name), unpack(ids))
     redis.call('HDEL', key('done:jobs'), unpack(ids))
+    excess = excess - #ids
   end
-  local excess = redis.call('ZCARD', key('done')) - tonumber(options.done_max or DONE_MAX)
-  if excess > 0 then forget(redis.call('ZRANGE', key('done'), 0, math.min(excess, most) - 1)) end
-  forget(redis.call('ZRANGEBYSCORE', key('done'), '-inf', string.format('%.0f', now_ms - option('keep_done_ms')),
-    'LIMIT', 0, most))
+  local function forget_expired(name, until_ms)
+    forget(name, redis.call('ZRANGEBYSCORE', key(name), '-inf', string.format('%.0f', until_ms), 'LIMIT', 0, most))
+  end
+  forget_expired('done', now_ms - option('keep_done_ms'))
+  forget_expired('done:own', now_ms)
+  -- Those that the queue's option keeps go first.
+  if excess > 0 then forget('done', redis.call('ZRANGE', key('done'), 0, math.min(excess, most) - 1)) end
+  if excess > 0 then forget('done:own', redis.call('ZRANGE', key('done:own'), 0, math.min(excess, most) - 1)) end
 end
 
--- Call it while the ids are active. `reported`: id -> micros and result, as far as the worker reported them.
+-- Call it while the ids are active. `reported`: id -> micros, result and keep_ms (nil: as the queue says), as far as
+-- the worker reported them.
 function done.keep(ids, owners, reported)
   local packed = redis.call('HMGET', key('jobs'), unpack(ids))
   local tried = redis.call('EXISTS', key('attempts')) == 1 and redis.call('HMGET', key('attempts'), unpack(ids)) or {}
-  local kept, ended, ms, max_data = {}, {}, string.format('%.0f', now_ms), option('max_data')
+  local kept, ended, ended_ids, own, own_ids = {}, {}, {}, {}, {}
+  local ms, max_data, queue_keep_ms = string.format('%.0f', now_ms), option('max_data'), option('keep_done_ms')
   for i, id in ipairs(ids) do
+    local micros, result, own_keep_ms, report = '-', '', nil, reported[id]
+    if report then micros, result, own_keep_ms = report.micros, report.result, report.keep_ms end
     -- A job marked for removal leaves no result.
-    if packed[i] and not claims.is_removed(owners[i]) then
-      local micros, result = '-', ''
-      if reported[id] then micros, result = reported[id].micros, reported[id].result end
+    if packed[i] and (own_keep_ms or queue_keep_ms) > 0 and not claims.is_removed(owners[i]) then
       if #result > max_data and string.sub(result, 1, 1) ~= '!' then
         result = string.format('!it is longer than max_data = %.0f bytes', max_data)
       end
       kept[#kept + 1] = id
       kept[#kept + 1] = ms .. ' ' .. claims.fence_of(owners[i]) .. ' ' .. micros .. '\n' .. result .. '\n'
         .. packed[i] .. '\n[' .. string.gsub(tried[i] or '', '\n', ',') .. ']'
-      ended[#ended + 1] = ms
-      ended[#ended + 1] = id
+      if own_keep_ms then
+        own[#own + 1] = string.format('%.0f', now_ms + own_keep_ms)
+        own[#own + 1] = id
+        own_ids[#own_ids + 1] = id
+      else
+        ended[#ended + 1] = ms
+        ended[#ended + 1] = id
+        ended_ids[#ended_ids + 1] = id
+      end
     end
   end
   if #kept == 0 then return end
   redis.call('HSET', key('done:jobs'), unpack(kept))
-  redis.call('ZADD', key('done'), unpack(ended))
+  if #own > 0 then
+    redis.call('ZREM', key('done'), unpack(own_ids))
+    redis.call('ZADD', key('done:own'), unpack(own))
+  end
+  if #ended > 0 then
+    redis.call('ZREM', key('done:own'), unpack(ended_ids))
+    redis.call('ZADD', key('done'), unpack(ended))
+  end
   done.trim(math.max(TRIMMED_DONE_PER_CALL, 2 * #ids))
 end
 
 -- Settles ids whose owner has been checked. `notes`: journal entries by fence. `reported` (or nil): see done.keep.
 function done.settle(ids, notes, reported)
   if #ids == 0 then return end
-  local keeps = option('keep_done_ms') > 0
+  local keeps = option('keep_done_ms') > 0 or (reported and next(reported) ~= nil)
   -- Most queues have none of these, so one check is the whole cost.
   local some = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters'), key('stale')) > 0
   if not some then may_be_stale = false end
@@ -120,8 +144,8 @@ end
 
 -- Turns trim done jobs only when others are done; this also expires them in a quiet queue.
 function done.expire(most)
-  if redis.call('EXISTS', key('done')) == 0 then return end
-  if option('keep_done_ms') == 0 then
+  if redis.call('EXISTS', key('done'), key('done:own')) == 0 then return end
+  if option('keep_done_ms') == 0 and redis.call('EXISTS', key('done:own')) == 0 then
     redis.call('UNLINK', key('done'), key('done:jobs'))
   else
     done.trim(most)
@@ -144,7 +168,9 @@ end
 -- wait: returns whether a job has ended; if not, registers a waiter. The caller repeats it before the registration
 -- expires, and after it may have missed a message.
 -- KEYS[1]  the queue's base
--- ARGV     id, epoch, mark (both '' in the first call, then from the last reply), ms to stay registered
+-- ARGV     id, epoch, mark (both '' in the first call, then from the last reply), ms to stay registered, whether the
+--          caller knows that the job's result is kept ('1' | '0'), and which job of this id is meant: '' (any), or
+--          FENCE ' ' ENQUEUED_MS ' ' ('blocked' | 'ready') from the reply to its enqueue
 -- Returns  {OK, 'live', epoch, mark of the job}; {OK, 'done', epoch, mark, fence, done entry (if kept)}; {OK, 'dead',
 --          epoch, mark, fence}; {OK, 'cancelled', epoch, mark}; {OK, 'gone', epoch, mark} if the job is neither live
 --          nor kept; {KEEPS_NOTHING}; {NO_QUEUE}. The mark is '' if the job was not live in the first call
@@ -174,13 +200,27 @@ function verbs.wait()
     end
   end
 
-  -- The enqueue time of the live job of this id; nil if there is none.
-  local function live_enqueued_ms(id)
-    local record = redis.call('HGET', key('jobs'), id)
-    return record and (string.match(record, '^.%d (%d+)') or '0')
+  local function enqueued_ms_of(record)
+    return string.match(record, '^.%d (%d+)') or '0'
   end
 
   local id, mark, valid_ms = ARGV[1], ARGV[3], tonumber(ARGV[4])
+  local least_fence, latest_ms, placed = string.match(ARGV[6], '^(%d+) (%d+) (%l+)$')
+
+  -- Whether a job is the one that is meant. A job that was enqueued later can only be it if it was blocked then. One
+  -- that was enqueued earlier was updated by that call, unless its last claim is older: then it was ahead of that one.
+  local function is_meant(enqueued_ms, fence)
+    if not least_fence then return true end
+    if tonumber(enqueued_ms) > tonumber(latest_ms) then return placed == 'blocked' end
+    return not fence or tonumber(fence) > tonumber(least_fence)
+  end
+
+  local function keeps_result(record)
+    if options.done_max == '0' then return false end
+    if ARGV[5] == '1' or option('keep_done_ms') > 0 then return true end
+    local own_options = record and string.match(record, '^[oO][^\n]* (%S+)\n') or ''
+    return (records.own(own_options, 'k') or 0) > 0
+  end
   if not epoch or ARGV[2] ~= '' and ARGV[2] ~= epoch then return { NO_QUEUE } end
 
   local function live_reply(new_mark)
@@ -193,14 +233,14 @@ function verbs.wait()
   end
 
   local function first_call()
-    if option('keep_done_ms') == 0 or options.done_max == '0' then return { KEEPS_NOTHING } end
-    local enqueued_ms = live_enqueued_ms(id)
-    if enqueued_ms then
+    local record, kept = redis.call('HGET', key('jobs'), id), redis.call('HGET', key('done:jobs'), id)
+    if not kept and not keeps_result(record) then return { KEEPS_NOTHING } end
+    if record and is_meant(enqueued_ms_of(record)) then
       local stored_mark = mark_of(id)
-      return live_reply(stored_mark ~= '' and stored_mark or string.format('%.0f-', now_us) .. enqueued_ms)
+      return live_reply(stored_mark ~= '' and stored_mark or string.format('%.0f-', now_us) .. enqueued_ms_of(record))
     end
-    local kept = redis.call('HGET', key('done:jobs'), id)
-    return kept and done_reply(kept) or { OK, 'gone', epoch, '' }
+    local fence, enqueued_ms = string.match(kept or '', '^%d+ (%d+)[^\n]*\n[^\n]*\n.%d (%d+)')
+    return fence and is_meant(enqueued_ms, fence) and done_reply(kept) or { OK, 'gone', epoch, '' }
   end
 
   local function later_call()
@@ -213,7 +253,10 @@ function verbs.wait()
     end
     -- The waiter was away too long, or a release without marks ended the job: compare the enqueue time.
     local enqueued_ms = string.match(mark, '-(%d+)$')
-    if live_enqueued_ms(id) == enqueued_ms then return live_reply(stored_mark ~= '' and stored_mark or mark) end
+    local record = redis.call('HGET', key('jobs'), id)
+    if record and enqueued_ms_of(record) == enqueued_ms then
+      return live_reply(stored_mark ~= '' and stored_mark or mark)
+    end
     local kept = redis.call('HGET', key('done:jobs'), id)
     if kept and string.match(kept, '^[^\n]*\n[^\n]*\n.%d (%d+)') == enqueued_ms then return done_reply(kept) end
     return { OK, 'gone', epoch, mark }

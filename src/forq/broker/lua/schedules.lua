@@ -138,11 +138,12 @@ function schedules.is_unfinished(id)
   return redis.call('HEXISTS', key('jobs'), id) == 1
 end
 
-function schedules.store_run(id, policy, identifier, data, run_at_ms)
+-- `tick`: in ms; nil if it was triggered by hand.
+function schedules.store_run(id, policy, identifier, data, run_at_ms, tick)
   local priority = string.format('%d', policy.priority)
   local body = '[' .. identifier .. ',' .. cjson.encode(policy.type) .. ',' .. data .. ']'
-  local flag = run_at_ms > now_ms and 'd' or 'p'
-  redis.call('HSET', key('jobs'), id, string.format('%s%s %.0f\n', flag, priority, now_ms) .. body)
+  local job = records.new(priority, now_ms, run_at_ms, tick and 'T=' .. tick or '', body)
+  redis.call('HSET', key('jobs'), id, records.write(job))
   records.note_size(#body, base)
   journal.note_ids('enqueued', 0, { id })
   timers.make_ready(id, priority, run_at_ms)
@@ -254,7 +255,7 @@ function verbs.fire()
     elseif records.is_full() then
       missed = missed + 1
     else
-      schedules.store_run(id, policy, identifier, data, tonumber(tick) + math.floor(policy.jitter_ms * share))
+      schedules.store_run(id, policy, identifier, data, tonumber(tick) + math.floor(policy.jitter_ms * share), tick)
       runs, last_run_ms = runs + 1, tick
     end
   end

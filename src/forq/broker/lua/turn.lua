@@ -8,8 +8,8 @@ local SKIPS_PER_BURIAL = 10
 local NO_RESULT = '!it ran before its queue kept results'
 -- Minimum interval between two messages to pulse about claims of workers that may be unable to read them.
 local CLAIM_NOTICE_MS = 2000
--- Byte 'c': the record has counts.
-local COUNTED_FLAG = 99
+-- By the first byte of a record: 'c', 'o' and 'O' have counts.
+local HAS_COUNTS = { [99] = true, [111] = true, [79] = true }
 local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
 
 -- State of the turn, set by verbs.turn.
@@ -43,8 +43,15 @@ end
 
 function turns.settle_successes(first)
   if done_count == 0 then return end
-  local results, reported = {}, {}
-  for at = first + 3 * done_count + 8 * failed_count, #ARGV, 2 do results[tonumber(ARGV[at])] = ARGV[at + 1] end
+  local results, keep_ms, reported = {}, {}, {}
+  for at = first + 3 * done_count + 8 * failed_count, #ARGV, 2 do
+    local number, own_ms = tonumber(ARGV[at]), nil
+    if not number then
+      number, own_ms = string.match(ARGV[at], '^(%d+) (%d+)$')
+      number, own_ms = tonumber(number), tonumber(own_ms)
+    end
+    results[number], keep_ms[number] = ARGV[at + 1], own_ms
+  end
   local ids = {}
   for i = 0, done_count - 1 do ids[i + 1] = ARGV[first + 3 * i] end
   local owners = redis.call('HMGET', key('active'), unpack(ids))
@@ -62,7 +69,9 @@ function turns.settle_successes(first)
       settled[#settled + 1] = id
       entries[#entries + 1] = id
       entries[#entries + 1] = ARGV[at + 2]
-      if keeps_results then reported[id] = { micros = ARGV[at + 2], result = results[i] or NO_RESULT } end
+      if keeps_results or keep_ms[i] then
+        reported[id] = { micros = ARGV[at + 2], result = results[i] or NO_RESULT, keep_ms = keep_ms[i] }
+      end
     else
       refused[#refused + 1] = id
     end
@@ -143,8 +152,8 @@ function turns.take(place, ids)
       hints.drop(id)
     elseif claimable and not owners[i] and not taken[id] then
       taken[id] = true
-      local job = string.byte(packed[i]) == COUNTED_FLAG and records.read(packed[i])
-      local error = job and failures.exhausted_error(job, max_stalls, max_timeouts)
+      local job = HAS_COUNTS[string.byte(packed[i])] and records.read(packed[i])
+      local error = job and (failures.exhausted_error(job, max_stalls, max_timeouts) or records.expired_error(job))
       if job then attempt_of[id] = attempts.number(job) end
       if error then
         exhausted[#exhausted + 1] = { id = id, record = packed[i], error = error }
@@ -280,17 +289,19 @@ end
 -- ARGV     epoch, processor, worker, turn number (up to 53 bits, growing), want, keep (number of unstarted jobs of
 --          earlier turns that it expects to hold), lane to claim from ('main' | 'waiting' (main, sent together with the
 --          BLMOVE that waits for a job) | 'retry' | 'suspects'), number done, number failed, then per done job (id,
---          fence, micros), per failed job (id, fence, micros, error, brief error, kind, retry at (ms or ''), chance (0
---          to 1)); if the queue keeps results, per done job (its number in this turn, from 1; result, or '!' and the
---          reason why there is none)
+--          fence, micros), per failed job (id, fence, micros, error, brief error, kind, retry at (ms, '+ms' from now,
+--          or ''), chance (0 to 1), followed by ' ' OPTIONS if its task has some (records.lua)); per done job whose
+--          result is kept (its number in this turn, from 1, followed by ' ' KEEP_MS if that is not the queue's
+--          keep_done; result, or '!' and the reason why there is none)
 -- Returns  {OK, PAUSED or LIMITED (jobs wait but may not start now; the worker will be woken), held (0: the kept jobs
 --          went to other workers), ids whose settling was refused, fence, timeout_ms, size, priority, maximum length of
---          a result (bytes; 0: none is kept), fates of the failed jobs (4 values each, failures.fate; absent if none
---          failed), id, record, id, record ...}; {NO_QUEUE}; {FENCED} if the worker is not registered; {STALE} if the
---          turn number is not above the last one: the turn was delayed, and a later one has been taken
+--          a result (bytes; negative: only jobs with their own keep_done keep one), max_retries, retry_lane_retries,
+--          fates of the failed jobs (4 values each, failures.fate; absent if none failed), id, record, id, record ...};
+--          {NO_QUEUE}; {FENCED} if the worker is not registered; {STALE} if the turn number is not above the last one:
+--          the turn was delayed, and a later one has been taken
 -- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out); blocked ->
---          waiting | scheduled; scheduled -> waiting (promoted); waiting -> active; waiting -> dead (stalled or timed
---          out too often)
+--          waiting | scheduled; scheduled -> waiting (promoted); waiting -> active; waiting -> dead (expired; stalled
+--          or timed out too often)
 function verbs.turn()
   if epoch ~= ARGV[1] then return { NO_QUEUE } end
   processor, worker, turn = ARGV[2], ARGV[3], ARGV[4]
@@ -300,8 +311,8 @@ function verbs.turn()
   max_stalls, max_timeouts = tonumber(options.max_stalls or 3), tonumber(options.max_timeouts or 3)
   processing = worker_key(processor, worker, 'processing')
   settled, refused, limited, fates, moved = {}, {}, false, failed_count > 0 and {} or nil, {}
-  taken, reply, exhausted, attempt_of = {}, { 0, 0, 0, 0, 0, 0, 0, 0 }, {}, {}
-  if fates then reply[9] = fates end
+  taken, reply, exhausted, attempt_of = {}, { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }, {}, {}
+  if fates then reply[11] = fates end
   bytes_left, check_bytes = READ_BYTES, false
 
   local refusal = turns.register()
@@ -322,6 +333,7 @@ function verbs.turn()
   reply[1] = paused and PAUSED or limited and LIMITED or OK
   reply[2], reply[3], reply[4] = held and 1 or 0, refused, fence
   reply[5], reply[6], reply[7] = option('timeout_ms'), tonumber(options.size or 1), option('priority')
-  reply[8] = option('keep_done_ms') > 0 and option('max_data') or 0
+  reply[8] = option('keep_done_ms') > 0 and option('max_data') or -option('max_data')
+  reply[9], reply[10] = option('max_retries'), option('retry_lane_retries')
   return reply
 end
