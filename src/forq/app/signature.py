@@ -221,7 +221,8 @@ class Signature:
         for name, value in data.items():
             if name not in native or type(value) not in native[name]:
                 return False
-        return self._required <= data.keys()
+        # All names are known, so with as many values as names none is missing.
+        return len(data) == len(native) or self._required <= data.keys()
 
     def _take(self, name: str, arguments: dict[str, Any]) -> Any:
         """Removes an argument for a positional place; a parameter added since has its default."""
