@@ -46,6 +46,8 @@ STOP_EARLY_MS = 5000
 DEFAULT_SNOOZE_SECONDS = 60.0
 
 _NO_SPAN = nullcontext()
+# Flags of records with options of their own.
+_OWN_OPTIONS = (b"o", b"O")
 _FORQ_AND_ASYNCIO = tuple(f"{os.path.dirname(str(module.__file__))}{os.sep}" for module in (forq, asyncio))
 
 
@@ -66,7 +68,8 @@ class Failure(NamedTuple):
 class AttemptRunner:
     """Runs the attempts of one worker.
 
-    `timeout_seconds`: deadline of a coroutine (0: none). `max_result_bytes`: longest result (0: results are not kept).
+    `timeout_seconds`: deadline of a coroutine (0: none). `max_result_bytes`: longest result (0: results are not kept,
+    unless the job or its task keeps them).
     """
 
     of_fail_handler = False
@@ -90,8 +93,11 @@ class AttemptRunner:
         self._killed_as = Cancelled.RETURNED
         # The last attempt was a coroutine that ended because of `cancel`.
         self.interrupted: Cancelled | None = None
-        # Of the last attempt, if it succeeded and the queue keeps results.
+        # Of the last attempt, if it succeeded and its result is kept.
         self.result: bytes | None = None
+        # How long the last attempt's result is kept, by its own options. None: as the queue says. With 0 the result is
+        # b"".
+        self.keep_done_ms: int | None = None
         # Of the last attempt, if it failed. The loop clears it: it holds the handler's variables.
         self.raised: BaseException | None = None
         self.queue = queue
@@ -116,7 +122,7 @@ class AttemptRunner:
 
     def run(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned."""
-        self.result = self.interrupted = None
+        self.result = self.interrupted = self.keep_done_ms = None
         self._record = record
         try:
             if self._decoded is not None and self._decoded[0] is record:
@@ -133,7 +139,9 @@ class AttemptRunner:
                 # Not isinstance, which a user's class may override.
                 if type(result) is CoroutineType:
                     result = self._run_async(job_id, result)
-            if self.max_result_bytes:
+            if self._runs_tasks or record[:1] in _OWN_OPTIONS:
+                self._keep_own_result(result)
+            elif self.max_result_bytes:
                 self.result = encode_result(result, self.max_result_bytes)
         except BaseException as exc:  # a handler may raise anything, even SystemExit; the worker continues
             exit_if_forked_from(self._pid)
@@ -143,6 +151,19 @@ class AttemptRunner:
         finally:
             exit_if_forked_from(self._pid)
         return None
+
+    def _keep_own_result(self, result: Any) -> None:
+        """Keeps the result as the job says, else its task, else the queue."""
+        for own in (stored_options(self._record), self.task_options):
+            if own is not None and own.keep_done_ms is not None:
+                self.keep_done_ms = own.keep_done_ms
+                break
+        if self.keep_done_ms == 0:
+            self.result = b"" if self.max_result_bytes else None
+        elif self.keep_done_ms is not None and self.limits is not None:
+            self.result = encode_result(result, self.limits.max_result_bytes)
+        elif self.max_result_bytes:
+            self.result = encode_result(result, self.max_result_bytes)
 
     def should_stop(self, position: int) -> bool:
         """See Job.should_stop."""
@@ -160,11 +181,11 @@ class AttemptRunner:
     def max_retries(self) -> int | None:
         """Retries allowed for the running job, in both lanes; None: unknown."""
         limits = self.limits
-        in_main: int | None = getattr(limits, "max_retries", None)
+        in_main = None if limits is None else limits.max_retries
         for own in (self.task_options, stored_options(self._record)):
             if own is not None and own.max_retries is not None:
                 in_main = own.max_retries
-        return None if in_main is None else in_main + int(getattr(limits, "retry_lane_retries", 0))
+        return None if in_main is None or limits is None else in_main + limits.retry_lane_retries
 
     def own_timeout_ms(self, job_id: bytes, record: bytes, fence: int) -> int | None:
         """The timeout that the job or its task sets instead of the queue's. Decodes the job only if a task sets one."""

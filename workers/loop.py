@@ -299,8 +299,7 @@ class WorkerLoop:
         if failure is None:
             self._done += (job_id, self._fence, micros)
             if (result := self._attempts.result) is not None:
-                self._results += (len(self._done) // 3, result)
-                self._results_bytes += len(result)
+                self._add_result(result)
                 if result.startswith(NO_RESULT):
                     self._note_dropped_result(id_text, result)
         else:
@@ -311,8 +310,18 @@ class WorkerLoop:
             self._failed_attempt = FailedAttempt(about.queue, job, failure, raised, about.of_fail_handler)
             about.raised = raised = None
             retry_at = "" if failure.retry_at_ms is None else failure.retry_at_ms
-            failure_args = (failure.error, failure.brief, failure.kind, retry_at, f"{random.random():.4f}")
-            self._failed += (job_id, self._fence, micros, *failure_args)
+            chance = f"{random.random():.4f}"
+            if about.task_options is not None and (packed := about.task_options.pack()):
+                chance = f"{chance} {packed}"
+            self._failed += (job_id, self._fence, micros, failure.error, failure.brief, failure.kind, retry_at, chance)
+
+    def _add_result(self, result: bytes) -> None:
+        number, keep_ms = len(self._done) // 3, self._attempts.keep_done_ms
+        if not self._results:
+            # Before the position of the next job: pulse must not settle these jobs without their results.
+            self.slot.has_results = True
+        self._results += (number if keep_ms is None else f"{number} {keep_ms}", result)
+        self._results_bytes += len(result)
 
     def settle(self) -> None:
         """Settles without claiming."""
@@ -352,7 +361,9 @@ class WorkerLoop:
         self.slot.words[DONE] += self._unsettled
         self._limits = turn.limits
         self._done, self._failed, self._unsettled, self._interrupted = [], [], 0, False
-        self._results, self._results_bytes = [], 0
+        if self._results:
+            self._results, self._results_bytes = [], 0
+            self.slot.has_results = False
         self._log_fate(turn)
         if self._dropped is not None:
             self._log_dropped_results()

@@ -185,3 +185,10 @@ def test_forgetting_lines_that_are_not_held_changes_nothing(queue: OneQueue) -> 
     taken = scribe.collect("q")
     assert not scribe.forget("q", [b"9", b"8"])
     assert scribe.collect("q") == taken
+
+
+def test_the_options_of_a_job_are_logged_as_a_user_gives_them() -> None:
+    line = LINE.replace(b'"body":', b'"options":"t=30000,r=5,x=99","body":')
+    assert read_line("q", line)["options"] == {"timeout": "30s", "max_retries": 5}
+    assert "options" not in read_line("q", LINE)
+    assert "line" in read_line("q", LINE.replace(b'"body":', b'"options":"t=no","body":'))

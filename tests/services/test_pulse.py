@@ -95,7 +95,7 @@ class FakeRedis:
         on_lost("a", AGAIN)
         return 1
 
-    def rescue(self, queue: str, at: Position) -> int:
+    def rescue(self, queue: str, at: Position, *, has_results: bool = False) -> int:
         self._check()
         self.rescued.append((queue, at))
         return 1

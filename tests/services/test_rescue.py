@@ -59,7 +59,7 @@ class UnreadRig:
     def _later(self, seconds: float, call: Callable[[], None]) -> None:
         heapq.heappush(self._timers, (self.now + seconds, next(self._order), call))
 
-    def rescue(self, queue: str, at: Position) -> int:
+    def rescue(self, queue: str, at: Position, *, has_results: bool = False) -> int:
         if self.down:
             raise RedisUnavailable("down")
         self.rescued.append((queue, at))
@@ -296,6 +296,7 @@ class Batches:
         self.board = Scoreboard.create(4)
         self.now = 100.0
         self.down = False
+        self.with_results: list[bool] = []
         self.rescued: list[tuple[str, Position]] = []
         self._due: list[tuple[float, Callable[[], None]]] = []
         self.batches = BatchRescue(
@@ -313,10 +314,11 @@ class Batches:
         self.slot.turn = turn
         self.slot.position = pack_position(int(self.now * 1e9), turn, index, running)
 
-    def rescue(self, queue: str, at: Position) -> int:
+    def rescue(self, queue: str, at: Position, *, has_results: bool = False) -> int:
         if self.down:
             raise RedisUnavailable("down")
         self.rescued.append((queue, at))
+        self.with_results.append(has_results)
         return at.index + 1
 
     def run(self, seconds: float) -> None:
@@ -346,6 +348,14 @@ def test_jobs_behind_a_slow_job_are_rescued_once_per_slow_job(batches: Batches) 
     batches.begin(7, 1)
     batches.run(0.5)
     assert batches.rescued[1:] == [("q", Position("w", 7, 1, True))]
+
+
+def test_a_rescue_says_whether_the_worker_has_results(batches: Batches) -> None:
+    batches.run(0.5)
+    batches.begin(7, 1)
+    batches.slot.has_results = True
+    batches.run(0.5)
+    assert batches.with_results == [False, True]
 
 
 def test_fast_jobs_are_left_alone(batches: Batches) -> None:

@@ -551,6 +551,65 @@ def test_after_max_jobs_a_worker_stops_claiming_and_reports_it_once() -> None:
 KEEPS = Limits(timeout_ms=0, size=10, priority=0, max_result_bytes=MAX_RESULTS_BYTES, keeps_results=True)
 
 
+def with_options(*jobs_with_options: tuple[str, str], limits: Limits) -> Turn:
+    """Jobs with packed options; '' for none."""
+    flat = []
+    for job_id, options in jobs_with_options:
+        head = f"o5 1000 0 0 0 0 0 {options}" if options else "p5 1000"
+        flat += [job_id.encode(), f"{head}\n[null,null,1]".encode()]
+    return Turn(paused=False, held=True, refused=[], fence="7", limits=limits, jobs=flat)
+
+
+KEEPS_OWN = replace(LIMITS, max_result_bytes=100)
+
+
+def test_a_job_with_its_own_keep_done_sends_its_result() -> None:
+    batch = with_options(("a", ""), ("b", "k=5000"), ("c", "t=1000"), ("d", "k=0"), limits=KEEPS_OWN)
+    rig = Rig(lambda data, job: job.id, batch, NOTHING)
+    rig.step()
+    assert rig.slot.has_results
+    rig.step()
+    call = rig.consumer.calls[1]
+    assert (call.done[::3], call.results) == ([b"a", b"b", b"c", b"d"], ["2 5000", b'"b"'])
+    assert not rig.slot.has_results
+
+
+def test_a_job_that_keeps_nothing_says_so_in_a_queue_that_keeps_results() -> None:
+    batch = with_options(("a", ""), ("b", "k=0"), limits=KEEPS)
+    rig = Rig(lambda data, job: job.id, batch, NOTHING)
+    rig.step()
+    rig.step()
+    assert rig.consumer.calls[1].results == [1, b'"a"', "2 0", b""]
+
+
+APP = App("a")
+
+
+@APP.task(max_retries=5, backoff=[1, 2])
+def fails() -> None:
+    raise ValueError("no")
+
+
+@APP.task
+def answers() -> int:
+    return 7
+
+
+def test_the_options_of_a_task_are_sent_with_failures_and_results() -> None:
+    flat = []
+    for job_id, name in (("a", "answers"), ("b", "fails")):
+        flat += [job_id.encode(), f'p5 1000\n[null,"{name}",{{}}]'.encode()]
+    batch = Turn(paused=False, held=True, refused=[], fence="7", limits=KEEPS_OWN, jobs=flat)
+    rig = Rig(APP, batch, NOTHING)
+    rig.step()
+    rig.step()
+    call = rig.consumer.calls[1]
+    assert call.results == ["1 3600000", b"7"]
+    chance, options = str(call.failed[7]).split(" ")
+    assert 0 <= float(chance) <= 1
+    assert options == "r=5,b=1000:2000"
+
+
 def test_results_are_sent_with_the_turn_by_job_number() -> None:
     def fail_on_b(data: Any, job: Any) -> str:
         if job.id == "b":

@@ -13,6 +13,8 @@ from forq.broker.keys import outbox_channels, outbox_key, queue_base, taken_outb
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
 from forq.broker.scripts import OK, error_for, script
+from forq.errors import InvalidData
+from forq.job_options import unpack_options
 from forq.redis_url import database_of
 
 MAX_LINES = 500
@@ -63,6 +65,7 @@ def read_line(queue: str, line: bytes) -> dict[str, Any]:
         # The fourth element, the trace context, is not logged.
         identifier, job_type, data, *_ = entry["body"]
         retries, stalls, timeouts = entry["counts"]
+        options = unpack_options(entry.get("options", "")).show()
         return {
             "queue": queue,
             "id": entry["id"],
@@ -77,8 +80,9 @@ def read_line(queue: str, line: bytes) -> dict[str, Any]:
             "enqueued_at": int(entry["enqueued_ms"]) / 1000,
             "died_at": int(entry["died_ms"]) / 1000,
             "fence": int(entry["fence"]),
+            **({"options": options} if options else {}),
         }
-    except (ValueError, TypeError, KeyError) as exc:
+    except (ValueError, TypeError, KeyError, InvalidData) as exc:
         return {"queue": queue, "error": f"broken line: {exc!r}", "line": line.decode(errors="replace")}
 
 

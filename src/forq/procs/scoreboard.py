@@ -32,6 +32,7 @@ PROGRESS, PROGRESS_OF, TURN = 13, 14, 15
 PROGRESS_PARTS = 1_000_000
 
 JOB_AT, JOB_MAX = 128, 128
+HAS_RESULTS_AT = 257
 QUEUE_AT, QUEUE_MAX = 264, 64
 WORKER_AT, WORKER_MAX = 330, 48
 PROGRESS_AT, PROGRESS_MAX = 384, 103
@@ -194,6 +195,15 @@ class Slot:
         job_id = job_id[:JOB_MAX]
         length = len(job_id)
         self.bytes[JOB_AT : JOB_AT + 1 + length] = LENGTH_BYTE[length] + job_id
+
+    @property
+    def has_results(self) -> bool:
+        """Whether the worker has results of jobs in this batch that it has not sent."""
+        return self.bytes[HAS_RESULTS_AT] == 1
+
+    @has_results.setter
+    def has_results(self, has: bool) -> None:
+        self.bytes[HAS_RESULTS_AT] = has
 
     def show_progress(self, position: int, fraction: float, text: str) -> bool:
         """False if the worker has left this position."""

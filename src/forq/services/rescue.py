@@ -94,14 +94,18 @@ class BatchRescue:
             batches = True
             at = slot.read_position(packed)
             position = Position(slot.worker, at.turn, at.index, True)
-            if at.running and age_ms(packed, now) > RESCUE_AFTER_MS and self.rescue(slot.queue, position):
+            # Read after the position: it is set before the position of the next job.
+            has_results = slot.has_results
+            if not at.running or age_ms(packed, now) <= RESCUE_AFTER_MS:
+                continue
+            if self.rescue(slot.queue, position, has_results=has_results):
                 self._rescued[number] = packed
         return batches
 
-    def rescue(self, queue: str, at: Position) -> bool:
+    def rescue(self, queue: str, at: Position, *, has_results: bool = False) -> bool:
         """False if the next check must try again."""
         try:
-            rescued = self._recovery.rescue(queue, at)
+            rescued = self._recovery.rescue(queue, at, has_results=has_results)
         except ForqError as exc:
             # Once per failure, since every check retries.
             if queue not in self._failing:
