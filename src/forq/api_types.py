@@ -1,5 +1,6 @@
 """The types of arguments and results of the Python API: words as Literals, dicts as TypedDicts."""
 
+from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal, Required, TypedDict
 
@@ -63,6 +64,25 @@ class QueueOptions(TypedDict, total=False):
     item_timeout: Duration
 
 
+class OwnOptions(TypedDict, total=False):
+    """Options of one job, which override those of its queue; docs/guide/producing.md explains them."""
+
+    timeout: Duration | None
+    max_retries: int | None
+    backoff: Duration | Sequence[Duration] | None
+    expires_in: Duration | None
+    keep_done: Duration | None
+
+
+class OwnOptionsInfo(TypedDict, total=False):
+    """The options that a job has of its own, as text."""
+
+    timeout: str
+    max_retries: int
+    backoff: list[str]
+    keep_done: str
+
+
 class ProgressInfo(TypedDict):
     fraction: float
     text: str
@@ -87,6 +107,11 @@ class JobInfo(TypedDict, total=False):
     timeout_count: Required[int]
     suspect: bool
     trace: dict[str, str]
+    # Of jobs that have some.
+    snooze_count: int
+    options: OwnOptionsInfo
+    expires_at: float
+    tick: float
     run_at: float | None
     attempts: Required[list[dict[str, Any]]]
     blocked_behind: bool

@@ -25,6 +25,7 @@ from forq.api_types import (
     JobInfo,
     Mode,
     Overlap,
+    OwnOptions,
     QueueOptions,
     QueueStatus,
     ScheduleInfo,
@@ -308,6 +309,7 @@ class AsyncQueue:
         update_run_at: UpdateRunAt = True,
         reset_counts: bool | None = None,
         durable: Durable | None = None,
+        **own: Unpack[OwnOptions],
     ) -> str:
         """See Queue.enqueue. A call that is cancelled has stored the job or not: use a `token` to repeat it."""
         return await self._run(
@@ -325,20 +327,31 @@ class AsyncQueue:
                 update_run_at=update_run_at,
                 reset_counts=reset_counts,
                 durable=durable,
+                **own,
             )
         )
 
     async def enqueue_many(
-        self, jobs: Iterable[Any], *, tokens: Iterable[str] | None = None, durable: Durable | None = None
+        self,
+        jobs: Iterable[Any],
+        *,
+        tokens: Iterable[str] | None = None,
+        durable: Durable | None = None,
+        **own: Unpack[OwnOptions],
     ) -> list[str]:
         """See Queue.enqueue_many."""
-        return await self._run(lambda queue: queue.enqueue_many(jobs, tokens=tokens, durable=durable))
+        return await self._run(lambda queue: queue.enqueue_many(jobs, tokens=tokens, durable=durable, **own))
 
     async def enqueue_jobs(
-        self, jobs: Iterable[NewJob], *, if_exists: IfExists = "update", durable: Durable | None = None
+        self,
+        jobs: Iterable[NewJob],
+        *,
+        if_exists: IfExists = "update",
+        durable: Durable | None = None,
+        **own: Unpack[OwnOptions],
     ) -> list[str]:
         """See Queue.enqueue_jobs."""
-        return await self._run(lambda queue: queue.enqueue_jobs(jobs, if_exists=if_exists, durable=durable))
+        return await self._run(lambda queue: queue.enqueue_jobs(jobs, if_exists=if_exists, durable=durable, **own))
 
     async def cancel(self, id: str) -> bool:
         """See Queue.cancel."""

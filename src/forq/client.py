@@ -22,6 +22,7 @@ from forq.api_types import (
     JobInfo,
     Mode,
     Overlap,
+    OwnOptions,
     QueueOptions,
     QueueStatus,
     ScheduleInfo,
@@ -35,6 +36,7 @@ from forq.broker.enqueue import (
     PartlyStored,
     Producer,
     Update,
+    jobs_with_options,
     jobs_with_tokens,
     new_job,
     plain_jobs,
@@ -56,6 +58,7 @@ from forq.errors import (
     WaitTimeout,
 )
 from forq.job import new_id
+from forq.job_options import pack_job_options
 from forq.paths import key_prefix, redis_url
 from forq.procs.backoff import Backoff
 from forq.result_wait import wait_for_result
@@ -224,6 +227,7 @@ class Queue:
         update_run_at: UpdateRunAt = True,
         reset_counts: bool | None = None,
         durable: Durable | None = None,
+        **own: Unpack[OwnOptions],
     ) -> str:
         """Stores a job and returns its id; when it returns, the job is in Redis.
 
@@ -240,6 +244,10 @@ class Queue:
         durable="replica": the call returns when a replica of Redis has the job, too. NoReplica if there is none
         (nothing was stored); OutcomeUnknown if no replica has acknowledged the job in time: it is stored, but may be
         lost with the master. With a `token` the call may be repeated.
+
+        `timeout`, `max_retries`, `backoff` (a delay, or the delays before the first, second … retry; the last one
+        repeats) and `keep_done` override the queue's options for this job. After `expires_in`, counted from the time it
+        may run, a job that has not started becomes dead instead of running. Durations: "30s", seconds or a timedelta.
         """
         job = new_job(
             data,
@@ -250,6 +258,7 @@ class Queue:
             token=token,
             run_at=run_at,
             run_in=run_in,
+            **own,
         )
         update = DEFAULT_UPDATE
         if not (if_exists == "update" and update_data is update_run_at is True and reset_counts is None):
@@ -257,28 +266,45 @@ class Queue:
         return self._producer().enqueue([job], update, durable)[0]
 
     def enqueue_many(
-        self, jobs: Iterable[Any], *, tokens: Iterable[str] | None = None, durable: Durable | None = None
+        self,
+        jobs: Iterable[Any],
+        *,
+        tokens: Iterable[str] | None = None,
+        durable: Durable | None = None,
+        **own: Unpack[OwnOptions],
     ) -> list[str]:
         """Stores many jobs, each given as its data; returns their ids.
 
         They are sent in chunks, each stored whole or not at all. PartlyStored has the ids stored before a chunk failed,
-        and the reason. `durable`: as for `enqueue`, for each chunk.
+        and the reason. `durable`: as for `enqueue`, for each chunk. `timeout`, `max_retries`, `backoff`, `expires_in`,
+        `keep_done`: as for `enqueue`, for each job.
 
         With `tokens`, one per job in the same order, the whole call may be repeated, also after PartlyStored and
         OutcomeUnknown: a stored job is not stored again, and keeps its id.
         """
+        options = pack_job_options(**own)
         if tokens is None:
-            return self._producer().enqueue_many(plain_jobs(jobs), durable=durable)
+            return self._producer().enqueue_many(plain_jobs(jobs, options), durable=durable)
         if isinstance(tokens, str):
             raise UsageError(f"tokens {shown(tokens)} is not allowed: one token per job is needed")
         if isinstance(jobs, Sized) and isinstance(tokens, Sized) and len(jobs) != len(tokens):
             raise UsageError(f"{len(jobs)} jobs and {len(tokens)} tokens: each job needs its own token")
-        return self._producer().enqueue_many(jobs_with_tokens(jobs, tokens), durable=durable)
+        return self._producer().enqueue_many(jobs_with_tokens(jobs, tokens, options), durable=durable)
 
     def enqueue_jobs(
-        self, jobs: Iterable[NewJob], *, if_exists: IfExists = "update", durable: Durable | None = None
+        self,
+        jobs: Iterable[NewJob],
+        *,
+        if_exists: IfExists = "update",
+        durable: Durable | None = None,
+        **own: Unpack[OwnOptions],
     ) -> list[str]:
-        """The same for jobs made with `forq.client.new_job(data, id=…, priority=…, token=…, run_at=…)`."""
+        """The same for jobs made with `forq.client.new_job(data, id=…, priority=…, token=…, run_at=…, timeout=…)`.
+
+        Options of this call are for jobs that were made without any.
+        """
+        if own:
+            jobs = jobs_with_options(jobs, pack_job_options(**own))
         update = DEFAULT_UPDATE if if_exists == "update" else Update(if_exists)
         return self._producer().enqueue_many(jobs, update, durable)
 

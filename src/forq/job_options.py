@@ -119,6 +119,28 @@ def pack_options(options: AttemptOptions, expires_in_ms: int | None = None) -> s
     return f"{packed},x={expires_in_ms}" if packed else f"x={expires_in_ms}"
 
 
+def pack_job_options(
+    *,
+    timeout: Duration | None = None,
+    max_retries: int | None = None,
+    backoff: Duration | Sequence[Duration] | None = None,
+    expires_in: Duration | None = None,
+    keep_done: Duration | None = None,
+) -> str:
+    """Checks and packs the options of a new job as a user gives them. '' if there is none."""
+    if timeout is max_retries is backoff is expires_in is keep_done is None:
+        return ""
+    options = check_attempt_options(timeout=timeout, max_retries=max_retries, backoff=backoff, keep_done=keep_done)
+    return pack_options(options, check_expires_in(expires_in))
+
+
+def show_own_options(shown: Mapping[str, Any]) -> str:
+    """The dict of `AttemptOptions.show` in one line."""
+    return ", ".join(
+        f"{name} = {' '.join(value) if isinstance(value, list) else value}" for name, value in shown.items()
+    )
+
+
 def unpack_options(packed: str) -> StoredOptions:
     """Reads the options of a record; InvalidData if they are broken."""
     given: dict[str, Any] = {}

@@ -79,6 +79,7 @@ def right_uses() -> None:
     assert_type(send.enqueue("a", copies=2), JobRef[Receipt])
     assert_type(send.enqueue("a").result(timeout=5), Receipt)
     assert_type(send.using(run_in=60, id="42", priority=0).enqueue("a"), JobRef[Receipt])
+    assert_type(send.using(timeout="5m", backoff=[1, 5], expires_in=60, keep_done="1h").enqueue("a"), JobRef[Receipt])
     assert_type(send.prepare("a"), Prepared[Receipt])
     assert_type(send.ref("42").result(), Receipt)
     assert_type(app.enqueue_many(send.prepare(to) for to in ["a", "b"]), list[JobRef[Receipt]])
@@ -115,6 +116,8 @@ def right_uses_of_clients(client: forq.Client) -> None:
     assert_type(queue.retry_dead("42"), str)
     assert_type(queue.retry_dead(all=True).done, int)
     assert_type(plain.ref("42").state(), RefState)
+    queue.enqueue(1, timeout="5m", max_retries=1, backoff=[1, "5s"], expires_in=60, keep_done="1h")
+    queue.enqueue_many([1, 2], timeout=30)
     queue.jobs("blocked")
     queue.schedule("daily", cron="0 9 * * *", overlap="queue", catch_up="all")
 
@@ -140,6 +143,9 @@ def wrong_uses_of_clients(client: forq.Client) -> None:
     queue.enqueue(1, if_exists="replace")  # wrong
     queue.enqueue(1, update_run_at="later")  # wrong
     queue.enqueue(1, durable="disk")  # wrong
+    queue.enqueue(1, max_retries="1")  # wrong
+    queue.enqueue(1, timout=5)  # wrong
+    queue.enqueue_many([1], backoff={"first": 1})  # wrong
     queue.enqueue_jobs([{"to": "a"}])  # wrong
     queue.jobs("running")  # wrong
     queue.job("42")["stat"]  # wrong
@@ -149,6 +155,8 @@ def wrong_uses_of_clients(client: forq.Client) -> None:
     queue.schedule("daily", every=60, catch_up="some")  # wrong
     send.using(if_exists="replace")  # wrong
     send.using(durable=True)  # wrong
+    send.using(max_retries="1")  # wrong
+    send.using(expires_in=[60])  # wrong
 
 
 def wrong_uses() -> None:

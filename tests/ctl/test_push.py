@@ -24,6 +24,40 @@ def test_push_accepts_a_negative_number_as_data(fake: FakeSupervisor) -> None:
     assert fake.calls == [("push", {"name": "q", "data": -5})]
 
 
+OWN_OPTIONS = [
+    "--job-timeout=5m",
+    "--max-retries",
+    "1",
+    "--backoff",
+    "1s,5s,1m",
+    "--expires-in",
+    "1h",
+    "--keep-done=2h",
+]
+SENT_OPTIONS = {"timeout": 300, "max_retries": 1, "backoff": [1, 5, 60], "expires_in": 3600, "keep_done": 7200}
+
+
+def test_push_sends_the_options_of_a_job(fake: FakeSupervisor) -> None:
+    fake.answers["push"] = {"id": "1"}
+    assert forqctl(fake, "push", "q", "1", *OWN_OPTIONS) == (0, "1\n", "")
+    assert fake.calls == [("push", {"name": "q", "data": 1, **SENT_OPTIONS})]
+
+
+def test_a_record_may_have_options_of_its_own(fake: FakeSupervisor, tmp_path: Path) -> None:
+    fake.answers["push_many"] = {"ids": ["1", "2"]}
+    file = tmp_path / "jobs"
+    file.write_text('{"data": 1}\n{"data": 2, "timeout": "9s", "backoff": ["1s"]}\n')
+    assert forqctl(fake, "push", "q", "--file", str(file), "--records", *OWN_OPTIONS)[0] == 0
+    jobs = [{"data": 1, **SENT_OPTIONS}, {"data": 2, **SENT_OPTIONS, "timeout": "9s", "backoff": ["1s"]}]
+    assert fake.calls == [("push_many", {"name": "q", "jobs": jobs})]
+
+
+def test_push_refuses_wrong_delays(fake: FakeSupervisor) -> None:
+    code, _, error = forqctl(fake, "push", "q", "1", "--backoff", "1s,soon")
+    assert code == 2
+    assert "duration 'soon' is not allowed" in error
+
+
 @pytest.mark.spec("M9")
 @pytest.mark.parametrize(
     ("given", "sent"),

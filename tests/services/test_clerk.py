@@ -40,6 +40,19 @@ def test_push_returns_the_id_and_job_shows_it(clerk: Clerk) -> None:
     assert (job["state"], job["data"], job["identifier"], job["priority"]) == ("waiting", {"n": 1}, "one", 5)
 
 
+def test_push_takes_the_options_of_a_job(clerk: Clerk) -> None:
+    options = {"timeout": "5m", "max_retries": 1, "backoff": [1, "5s"], "keep_done": 3600}
+    clerk.push({"name": "q", "data": 1, "id": "a", "expires_in": "1h", **options})
+    clerk.push_many({"name": "q", "jobs": [{"data": 1, "id": "b", "timeout": 1}, {"data": 1, "id": "c"}]})
+    jobs: list[Any] = [clerk.job({"name": "q", "id": id}) for id in "abc"]
+    assert jobs[0]["options"] == {"timeout": "5m", "max_retries": 1, "backoff": ["1s", "5s"], "keep_done": "1h"}
+    assert jobs[0]["expires_at"] > jobs[0]["enqueued_at"] + 3599
+    assert jobs[1]["options"] == {"timeout": "1s"}
+    assert "options" not in jobs[2]
+    with pytest.raises(UsageError, match="timeout = 'soon' is not allowed: a duration from"):
+        clerk.push({"name": "q", "data": 1, "timeout": "soon"})
+
+
 def test_job_and_why_explain_what_happened_to_a_job_that_is_gone(clerk: Clerk) -> None:
     clerk.push({"name": "q", "data": 1, "id": "a"})
     clerk.cancel({"name": "q", "id": "a"})

@@ -5,15 +5,15 @@
 3. `Task.run_job` is the way back: in a worker it calls the function with the stored arguments.
 """
 
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
-from forq.api_types import Durable, IfExists, RefState
+from forq.api_types import Durable, Duration, IfExists, OwnOptions, RefState
 from forq.broker.enqueue import NewJob, new_job
 from forq.errors import ArgumentsDoNotFit, ForqError, Permanent, Snooze, UnknownJob, UnknownQueue, UsageError
 from forq.job import RUNNING, Job, TaskResult
-from forq.job_options import AttemptOptions
+from forq.job_options import AttemptOptions, pack_job_options
 from forq.settings import suggestion
 from forq.values import shown
 
@@ -44,6 +44,11 @@ class JobOptions(TypedDict, total=False):
     token: str
     if_exists: IfExists
     durable: Durable
+    timeout: Duration
+    max_retries: int
+    backoff: Duration | Sequence[Duration]
+    expires_in: Duration
+    keep_done: Duration
 
 
 NO_OPTIONS = AttemptOptions()
@@ -124,6 +129,9 @@ class Sender(Generic[P, T]):
         self._options = options
         self._queue = options.get("queue")
         self._fields: dict[str, Any] = {name: value for name, value in options.items() if name in _JOB_FIELDS}
+        own = {name: value for name, value in options.items() if name in OwnOptions.__annotations__}
+        if own:
+            self._fields["options"] = pack_job_options(**cast(OwnOptions, own))
         self._if_exists: IfExists = options.get("if_exists", "update")
         self._durable = options.get("durable")
 

@@ -6,14 +6,16 @@ The path of a job starts here: `new_job` checks it, `record.pack_body` packs it,
 from collections.abc import Iterable, Iterator
 from datetime import datetime, timedelta
 from itertools import zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Unpack
 
+from forq.api_types import OwnOptions
 from forq.broker.keys import DEFAULT_PRIORITY, durable_mark, queue_base
 from forq.broker.link import Link
 from forq.broker.record import pack_body
 from forq.broker.scripts import OK, error_for, script
 from forq.errors import ForqError, InvalidData, NoReplica, OutcomeUnknown, UsageError
 from forq.job import current_trace, new_id
+from forq.job_options import pack_job_options
 from forq.values import check_job_id, check_queue_name, check_type, shown
 from forq.version import PROTOCOL
 
@@ -60,8 +62,12 @@ def new_job(
     run_at: datetime | float | None = None,
     run_in: timedelta | float | None = None,
     options: str = "",
+    **own: Unpack[OwnOptions],
 ) -> NewJob:
-    """Checks everything that does not need Redis."""
+    """Checks everything that does not need Redis.
+
+    `own`: options that override those of the queue. `options`: the same, packed by `pack_job_options`.
+    """
     job_id = new_id() if id is None else check_job_id(id)
     if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= 9:
         raise UsageError(f"priority {shown(priority)} is not allowed: 0 (first) to 9 (last)")
@@ -72,24 +78,30 @@ def new_job(
     checked_token = "" if token is None else check_job_id(token, "token")
     body = pack_body(data, identifier, type, current_trace())
     at = "" if run_at is run_in is None else _run_at_argument(run_at, run_in)
-    return NewJob(job_id, priority, body, checked_token, at, options)
+    return NewJob(job_id, priority, body, checked_token, at, pack_job_options(**own) if own else options)
 
 
-def plain_jobs(every_data: Iterable[Any]) -> Iterator[NewJob]:
+def plain_jobs(every_data: Iterable[Any], options: str = "") -> Iterator[NewJob]:
     """Jobs with data only. All get the trace context of this call."""
     trace = current_trace()
     for data in every_data:
-        yield NewJob(new_id(), DEFAULT_PRIORITY, pack_body(data, None, None, trace), "", "")
+        yield NewJob(new_id(), DEFAULT_PRIORITY, pack_body(data, None, None, trace), "", "", options)
 
 
-def jobs_with_tokens(every_data: Iterable[Any], tokens: Iterable[str]) -> Iterator[NewJob]:
+def jobs_with_options(jobs: Iterable[NewJob], options: str) -> Iterator[NewJob]:
+    """These jobs; those without options of their own get these."""
+    return (job if job.options else job._replace(options=options) for job in jobs)
+
+
+def jobs_with_tokens(every_data: Iterable[Any], tokens: Iterable[str], options: str = "") -> Iterator[NewJob]:
     """Jobs with data and one token each, in the same order."""
     trace = current_trace()
     for data, token in zip_longest(every_data, tokens, fillvalue=_MISSING):
         if data is _MISSING or token is _MISSING:
             fewer, more = ("jobs", "tokens") if data is _MISSING else ("tokens", "jobs")
             raise UsageError(f"there are fewer {fewer} than {more}: each job needs its own token")
-        yield NewJob(new_id(), DEFAULT_PRIORITY, pack_body(data, None, None, trace), check_job_id(token, "token"), "")
+        checked_token = check_job_id(token, "token")
+        yield NewJob(new_id(), DEFAULT_PRIORITY, pack_body(data, None, None, trace), checked_token, "", options)
 
 
 def _run_at_argument(run_at: datetime | float | None, run_in: timedelta | float | None) -> str:

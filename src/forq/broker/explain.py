@@ -11,6 +11,7 @@ from forq.broker.link import READ_BYTES, Link
 from forq.broker.registry import now_ms
 from forq.broker.scripts import NO_QUEUE, error_for
 from forq.errors import InvalidData, UnknownJob
+from forq.job_options import show_own_options
 from forq.settings import EXTERNAL, RELEASE_MODES, WORK
 from forq.values import check_job_id, check_queue_name, show_duration, show_progress, show_time
 
@@ -48,7 +49,7 @@ def why(
             f"worker {job['worker']} has claimed it but not started it: its process {pid} is unresponsive; "
             "the job returns to the queue, uncounted, and the process is replaced"
         )
-    return job["state"], _reason(link, prefix, inspector, job)
+    return job["state"], _reason(link, prefix, inspector, job) + _own_options(job)
 
 
 def _reason(link: Link, prefix: str, inspector: Inspector, job: dict[str, Any]) -> str:
@@ -75,6 +76,16 @@ def _reason(link: Link, prefix: str, inspector: Inspector, job: dict[str, Any]) 
             f"it has used up its retries and waits in the retry lane until no other job waits ({counts.waiting} wait)"
         )
     return _waiting_reason(link, prefix, name, job, counts)
+
+
+def _own_options(job: dict[str, Any]) -> str:
+    """The options that a job has instead of its queue's."""
+    if job["state"] in ("done", "dead"):
+        return ""
+    text = f"; it has its own {show_own_options(job['options'])}" if job.get("options") else ""
+    if job.get("expires_at") is not None and job["state"] != "active":
+        text += f"; it expires at {show_time(job['expires_at'])}"
+    return text
 
 
 def _waiting_reason(link: Link, prefix: str, name: str, job: dict[str, Any], counts: Counts) -> str:

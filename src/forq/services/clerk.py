@@ -6,6 +6,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any, TypeVar
 
+from forq.api_types import OwnOptions
 from forq.broker.dead import DeadChunk, DeadJobs
 from forq.broker.enqueue import NewJob, Producer, Update, new_job
 from forq.broker.explain import unknown_job, why
@@ -28,7 +29,10 @@ from forq.values import check_queue_name, shown
 
 CALL_TIMEOUT_SECONDS = 3.0
 Answer = TypeVar("Answer")
-_JOB_FIELDS = {"data", "id", "identifier", "priority", "type", "token", "run_at", "run_in"}
+_JOB_FIELDS = {
+    *("data", "id", "identifier", "priority", "type", "token", "run_at", "run_in"),
+    *OwnOptions.__annotations__,
+}
 _UPDATE_FIELDS = ("if_exists", "update_data", "update_run_at", "reset_counts")
 
 

@@ -154,6 +154,12 @@ def _remove(args: Namespace, method: str, done: str) -> int:
 
 
 def _field_text(key: str, value: Any) -> str:
+    if key == "options":
+        return ", ".join(
+            f"{name} = {' '.join(each) if isinstance(each, list) else each}" for name, each in value.items()
+        )
+    if key == "tick":
+        return iso_time(value) or "-"
     if key == "progress" and value is not None:
         return f"{printable(show_progress(value['fraction'], value['text']))} ({iso_time(value['at'])})"
     return field_text(key, value)

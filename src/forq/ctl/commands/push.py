@@ -29,7 +29,9 @@ MAX_FAILED_LINE_BYTES = 2 * jsonrpc.MAX_LINE_BYTES
 REQUEST_OVERHEAD_BYTES = 1024
 # Of the skipped lines; there may be many.
 MAX_LEFT_REPORTED = 10
-RECORD_KEYS = ("data", "id", "identifier", "priority", "type", "token", "run_at", "run_in")
+# Options of one job, which override those of the queue.
+OWN_OPTIONS = ("timeout", "max_retries", "backoff", "expires_in", "keep_done")
+RECORD_KEYS = ("data", "id", "identifier", "priority", "type", "token", "run_at", "run_in", *OWN_OPTIONS)
 
 
 class Chunk:
@@ -65,6 +67,12 @@ def _parse_time(text: str) -> float:
             "not before 1970"
         )
     return seconds
+
+
+def _parse_delays(text: str) -> list[float]:
+    from forq.values import parse_duration
+
+    return [parse_duration(part.strip()) for part in text.split(",")]
 
 
 def _epoch_seconds(text: str) -> float | None:
@@ -116,12 +124,24 @@ def _epoch_seconds(text: str) -> float | None:
         "--reset-counts", choices=("yes", "no"), help="if the job exists: reset its counts (default: same as its data)"
     ),
     Argument("--durable", choices=("replica",), help="wait until a replica of Redis has the job"),
+    # --timeout is the timeout for an answer, for every command.
+    duration("--job-timeout", "timeout of each attempt, instead of the queue's (30s)", dest="job_timeout"),
+    Argument("--max-retries", type=int, metavar="N", help="retries, instead of the queue's max_retries"),
+    Argument(
+        "--backoff",
+        type=_parse_delays,
+        metavar="D,D",
+        help="delays before the first, second ... retry (1s,5s,1m); the last one repeats",
+    ),
+    duration("--expires-in", "if it has not started by then, it is dead (1h)", dest="expires_in"),
+    duration("--keep-done", "how long to keep its result, instead of the queue's keep_done (1h)", dest="keep_done"),
     more="Prints the job's id once it is stored. If a job with that id exists, it is updated; while it runs, the new "
     "job waits behind it.",
     examples=[
         'push mails \'{"to": "a@b.c"}\'  # one job',
         "push mails '{}' --in 1d --token nightly-17  # in one day; safe to repeat",
         "push mails --file mails.jsonl  # one per line",
+        "push mails '{}' --job-timeout 5m --max-retries 1 --expires-in 1h  # options of this job",
     ],
     json="the result of `push`; with --file `pushed` and `requests`, as numbers",
     exits={
@@ -139,7 +159,7 @@ def _push_one(args: Namespace) -> int:
     if args.records:
         raise UsageError("--records needs --file")
     data = jsonrpc.decode(os.fsencode(args.data))
-    job = given(args, "id", "identifier", "priority", "token", "type")
+    job = {**given(args, "id", "identifier", "priority", "token", "type"), **_own_options(args)}
     result = connect(args).call(
         "push", {"name": args.name, "data": data, **job, **_time_params(args), **_update_params(args)}
     )
@@ -192,7 +212,7 @@ def _push_chunks(args: Namespace, client: ControlClient, file: BinaryIO, path: s
 
 
 def _chunks(args: Namespace, file: BinaryIO) -> Iterator[Chunk]:
-    defaults = {**given(args, "priority", "type"), **_time_params(args)}
+    defaults = {**given(args, "priority", "type"), **_own_options(args), **_time_params(args)}
     chunk = Chunk()
     line_number = 0
     while line := file.readline(jsonrpc.MAX_LINE_BYTES + 1):
@@ -226,6 +246,11 @@ def _parse_line(line: bytes, number: int, is_record: bool) -> dict[str, Any]:
         if key not in RECORD_KEYS:
             raise InvalidData(f"line {number}: unknown field {key!a}; allowed: {', '.join(RECORD_KEYS)}")
     return value
+
+
+def _own_options(args: Namespace) -> dict[str, Any]:
+    timeout = {} if args.job_timeout is None else {"timeout": args.job_timeout}
+    return {**timeout, **given(args, "max_retries", "backoff", "expires_in", "keep_done")}
 
 
 def _update_params(args: Namespace) -> dict[str, Any]:

@@ -56,7 +56,7 @@ function _shtab_forqctl_using
 end
 
 set -g _shtab_forqctl_commands create delete status top jobs job push await dequeue ack schedule schedules unschedule trigger dead recover remove cancel pause resume drain set watch logs why kill stack restart ping version shutdown completion
-set -g _shtab_forqctl_opts_with_value --after --app --at --catch-up --count --cron --data --durable --every --fail-handler --file --handler --id --identifier --if-exists --in --interval --jitter --job --lease --limit --lines --mode --overlap --path --priority --queue --reset-counts --set --socket --state --timeout --token --type --update-run-at --wait --zone -n
+set -g _shtab_forqctl_opts_with_value --after --app --at --backoff --catch-up --count --cron --data --durable --every --expires-in --fail-handler --file --handler --id --identifier --if-exists --in --interval --jitter --job --job-timeout --keep-done --lease --limit --lines --max-retries --mode --overlap --path --priority --queue --reset-counts --set --socket --state --timeout --token --type --update-run-at --wait --zone -n
 
 complete -c forqctl -e
 complete -c forqctl -f
@@ -121,6 +121,11 @@ complete -c forqctl -n '_shtab_forqctl_using push' -l no-update-data -d 'if the 
 complete -c forqctl -n '_shtab_forqctl_using push' -l update-run-at -xka "true false if_later if_earlier" -d 'if the job exists: change its time (default: true)'
 complete -c forqctl -n '_shtab_forqctl_using push' -l reset-counts -xka "yes no" -d 'if the job exists: reset its counts (default: same as its data)'
 complete -c forqctl -n '_shtab_forqctl_using push' -l durable -xka "replica" -d 'wait until a replica of Redis has the job'
+complete -c forqctl -n '_shtab_forqctl_using push' -l job-timeout -x -d 'timeout of each attempt, instead of the queue'"'"'s (30s)'
+complete -c forqctl -n '_shtab_forqctl_using push' -l max-retries -x -d 'retries, instead of the queue'"'"'s max_retries'
+complete -c forqctl -n '_shtab_forqctl_using push' -l backoff -x -d 'delays before the first, second ... retry (1s,5s,1m); the last one repeats'
+complete -c forqctl -n '_shtab_forqctl_using push' -l expires-in -x -d 'if it has not started by then, it is dead (1h)'
+complete -c forqctl -n '_shtab_forqctl_using push' -l keep-done -x -d 'how long to keep its result, instead of the queue'"'"'s keep_done (1h)'
 complete -c forqctl -n '_shtab_forqctl_using push' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using push' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using push' -l timeout -x -d 'timeout for an answer (default: 30s)'
