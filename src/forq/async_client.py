@@ -36,7 +36,7 @@ from forq.broker.async_connection import run_blocking
 from forq.broker.async_link import AsyncLink, Pool
 from forq.broker.async_subscription import Listener, SharedSubscription
 from forq.broker.dead import DeadChanged, DeadPage
-from forq.broker.enqueue import NewJob
+from forq.broker.enqueue import JobIdentity, NewJob
 from forq.broker.inspect import Page
 from forq.broker.keys import DEFAULT_PRIORITY, ended_channel, handed_channel, queue_base
 from forq.broker.leases import Lease, LeaseReply, Leases
@@ -384,11 +384,19 @@ class AsyncQueue:
         """See Queue.wait."""
         return await self._wait_for_end(id, timeout)
 
-    async def _wait_for_end(self, id: str, timeout: float | timedelta | None = None, *, has_ended: bool = False) -> Any:
+    async def _wait_for_end(
+        self,
+        id: str,
+        timeout: float | timedelta | None = None,
+        identity: JobIdentity | None = None,
+        *,
+        keeps: bool = False,
+        has_ended: bool = False,
+    ) -> Any:
         """`wait`. With `has_ended` the first check comes before the subscription, which is then not needed."""
         wait = ResultWait(self.name, check_job_id(id), to_seconds(timeout))
         channel = ended_channel(self._base, database_of(self._client.url), id)
-        check = partial(self._client._run, lambda client: wait.check(self._waiter(client, id)))
+        check = partial(self._client._run, lambda client: wait.check(self._waiter(client, id, identity, keeps)))
         if has_ended and (ended := await check()) is not None:
             return wait.result_of(ended)
         backoff = reconnecting()
@@ -523,8 +531,13 @@ class AsyncQueue:
     def _leases(self, client: PooledClient) -> Leases:
         return Leases(client.link(), client.prefix, self.name)
 
-    def _waiter(self, client: PooledClient, job_id: str) -> ResultWaiter:
-        return ResultWaiter(client.link(), client.prefix, self.name, job_id)
+    def _waiter(self, client: PooledClient, job_id: str, identity: JobIdentity | None, keeps: bool) -> ResultWaiter:
+        return ResultWaiter(client.link(), client.prefix, self.name, job_id, identity, keeps=keeps)
+
+    async def _enqueue_identified(
+        self, jobs: Iterable[NewJob], if_exists: IfExists, durable: Durable | None
+    ) -> list[tuple[str, JobIdentity | None]]:
+        return await self._run(lambda queue: queue._enqueue_identified(jobs, if_exists, durable))
 
     async def _get_release(
         self, job_id: str | None, *, mode: str, wait_seconds: float | None, lease_seconds: float | None = None

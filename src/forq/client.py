@@ -32,6 +32,7 @@ from forq.api_types import (
 from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
 from forq.broker.enqueue import (
     DEFAULT_UPDATE,
+    JobIdentity,
     NewJob,
     PartlyStored,
     Producer,
@@ -308,6 +309,13 @@ class Queue:
         update = DEFAULT_UPDATE if if_exists == "update" else Update(if_exists)
         return self._producer().enqueue_many(jobs, update, durable)
 
+    def _enqueue_identified(
+        self, jobs: Iterable[NewJob], if_exists: IfExists, durable: Durable | None
+    ) -> list[tuple[str, JobIdentity | None]]:
+        """`enqueue_jobs`, with the identities of the jobs."""
+        update = DEFAULT_UPDATE if if_exists == "update" else Update(if_exists)
+        return self._producer().enqueue_many_identified(jobs, update, durable)
+
     def cancel(self, id: str) -> bool:
         """Removes a waiting, scheduled or blocked job; False if it runs, has ended or never existed."""
         return self._producer().cancel(id)
@@ -350,7 +358,13 @@ class Queue:
         kept; NoResult if it is done without a result; WaitTimeout after `timeout` (seconds); UsageError if the queue
         keeps no results. The wait survives outages of Redis.
         """
-        waiter = ResultWaiter(self._client.link(), self._client.prefix, self.name, id)
+        return self._wait(id, timeout)
+
+    def _wait(
+        self, id: str, timeout: float | timedelta | None, identity: JobIdentity | None = None, *, keeps: bool = False
+    ) -> Any:
+        """`wait` for a certain job; see ResultWaiter."""
+        waiter = ResultWaiter(self._client.link(), self._client.prefix, self.name, id, identity, keeps=keeps)
         return wait_for_result(waiter, to_seconds(timeout))
 
     def job(self, id: str) -> JobInfo:

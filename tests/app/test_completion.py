@@ -159,7 +159,7 @@ def test_jobs_that_end_while_the_waiters_are_registered_come_by_the_time_of_thei
 
     def check(link: Any, base: str, name: str, jobs: Any, valid_ms: int) -> Any:
         checks = check_jobs(link, base, name, jobs, valid_ms)
-        checked.append(jobs[0][0])
+        checked.append(jobs[0].id)
         if checked == ["a"]:
             for id, left in (("a", 1), ("b", 0)):
                 worker.turn(done=id, results={id: "1"}, keep=left)

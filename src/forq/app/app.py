@@ -290,12 +290,12 @@ class App:
         for (queue, if_exists, durable), numbers in groups.items():
             new_jobs = [prepared[number].job for number in numbers]
             try:
-                ids = self._client_queue(queue).enqueue_jobs(new_jobs, if_exists=if_exists, durable=durable)
+                stored = self._client_queue(queue)._enqueue_identified(new_jobs, if_exists, durable)
             except UnknownQueue:
                 self.create_absent_queue(queue)
-                ids = self._client_queue(queue).enqueue_jobs(new_jobs, if_exists=if_exists, durable=durable)
-            for number, id in zip(numbers, ids, strict=True):
-                refs[number] = prepared[number].ref(id)
+                stored = self._client_queue(queue)._enqueue_identified(new_jobs, if_exists, durable)
+            for number, (id, identity) in zip(numbers, stored, strict=True):
+                refs[number] = prepared[number].ref(id, identity)
         return [ref for ref in refs if ref is not None]
 
     def lifespan(self, hook: L) -> L:

@@ -22,7 +22,7 @@ from forq.broker.dead import DeadJobs
 from forq.broker.keys import ended_channel, queue_base
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
-from forq.broker.results import WaitTarget, check_jobs
+from forq.broker.results import AwaitedJob, WaitTarget, check_jobs, is_ahead
 from forq.client import to_seconds
 from forq.errors import RedisUnavailable, UnknownQueue, UsageError, WaitTimeout
 from forq.procs.backoff import reconnecting
@@ -107,13 +107,17 @@ class Completion(Generic[T]):
 
 
 class _Job:
-    __slots__ = ("ended_ms", "ref", "target")
+    __slots__ = ("channel", "ended_ms", "ref", "target")
 
-    def __init__(self, ref: JobRef[Any]) -> None:
+    def __init__(self, ref: JobRef[Any], channel: str) -> None:
         self.ref = ref
+        self.channel = channel
         # None until a check has found the job.
         self.target: WaitTarget | None = None
         self.ended_ms = _JUST_NOW
+
+    def awaited(self) -> AwaitedJob:
+        return AwaitedJob(self.ref.id, self.target, self.ref._identity, self.ref._keeps)
 
 
 class _Server:
@@ -122,8 +126,11 @@ class _Server:
     def __init__(self, app: App) -> None:
         self.app = app
         self.url = app.client.url
-        self.jobs: dict[str, _Job] = {}
+        # Several jobs may have the same id.
+        self.jobs: dict[str, list[_Job]] = {}
         self.ended: list[_Job] = []
+        # Jobs to check now, besides the regular checks of all.
+        self.unsure: list[_Job] = []
         # Times of the next and of the last successful check, on the monotonic clock; 0: there was none.
         self.check_at = self.checked_at = 0.0
         self.backoff = reconnecting()
@@ -131,68 +138,90 @@ class _Server:
 
     def add(self, ref: JobRef[Any]) -> None:
         base = queue_base(ref.app.client.prefix, ref.queue)
-        self.jobs.setdefault(ended_channel(base, self._db, ref.id), _Job(ref))
+        channel = ended_channel(base, self._db, ref.id)
+        same_id = self.jobs.setdefault(channel, [])
+        if all(job.ref._identity != ref._identity for job in same_id):
+            same_id.append(_Job(ref, channel))
+
+    def pending(self) -> list[_Job]:
+        return [job for same_id in self.jobs.values() for job in same_id]
+
+    def all_are_due(self) -> bool:
+        return self.check_at <= time.monotonic()
+
+    def some_are_due(self) -> bool:
+        """Not while Redis is unavailable: then the next check is one of all."""
+        return bool(self.unsure) and not self.backoff.failures
 
     def check_all(self, link: Link) -> None:
         """Registers waiters for all jobs, and moves those that have ended."""
-        self._check(link, list(self.jobs))
+        self._check(link, self.pending())
 
     def check_reported(self, link: Link, messages: Iterable[tuple[str, str]]) -> None:
         """The jobs whose ends were reported during `check_all` ended among those that it found, so their times are
         needed, too."""
-        self._check(link, [channel for channel in dict(messages) if channel in self.jobs])
+        self._check(link, [job for channel in dict(messages) for job in self.jobs.get(channel, ())])
+
+    def check_unsure(self, link: Link) -> None:
+        unsure, self.unsure = self.unsure, []
+        try:
+            self._check(link, [job for job in unsure if job in self.jobs.get(job.channel, ())])
+        except RedisUnavailable:
+            self.unsure += unsure
+            raise
 
     def plan_next_check(self) -> None:
         self.backoff.reset()
         self.checked_at = time.monotonic()
         self.check_at = self.checked_at + REGISTRATION_SECONDS / 2
 
-    def _check(self, link: Link, channels: list[str]) -> None:
-        queues: dict[tuple[str, str], list[str]] = {}
-        for channel in channels:
-            ref = self.jobs[channel].ref
-            queues.setdefault((ref.app.client.prefix, ref.queue), []).append(channel)
+    def _check(self, link: Link, checked: list[_Job]) -> None:
+        queues: dict[tuple[str, str], list[_Job]] = {}
+        for job in checked:
+            queues.setdefault((job.ref.app.client.prefix, job.ref.queue), []).append(job)
         for (prefix, queue), of_queue in queues.items():
-            without_time: dict[str, _Job] = {}
+            without_time: list[_Job] = []
             for start in range(0, len(of_queue), CHECK_BATCH):
-                some = of_queue[start : start + CHECK_BATCH]
-                jobs = [self.jobs[channel] for channel in some]
-                checks = check_jobs(
-                    link,
-                    queue_base(prefix, queue),
-                    queue,
-                    [(job.ref.id, job.target) for job in jobs],
-                    round(REGISTRATION_SECONDS * 1000),
-                )
-                for channel, job, check in zip(some, jobs, checks, strict=True):
+                jobs = of_queue[start : start + CHECK_BATCH]
+                awaited = [job.awaited() for job in jobs]
+                base = queue_base(prefix, queue)
+                checks = check_jobs(link, base, queue, awaited, round(REGISTRATION_SECONDS * 1000))
+                for job, check in zip(jobs, checks, strict=True):
                     job.target = check.target
-                    if check.state == "live":
-                        continue
-                    job.ended_ms = check.ended_ms or 0
-                    if check.ended_ms is None:
-                        without_time[job.ref.id] = job
-                    self._end(channel)
+                    if check.state != "live":
+                        job.ended_ms = check.ended_ms or 0
+                        if check.ended_ms is None:
+                            without_time.append(job)
+                        self._end(job)
+                    elif check.target is None:
+                        self.unsure.append(job)
             if without_time:
                 # Without its queue, no job has a time.
                 with suppress(UnknownQueue):
-                    for job_id, died_ms in DeadJobs(link, prefix, queue).died_ms(without_time).items():
-                        without_time[job_id].ended_ms = died_ms
+                    died_ms = DeadJobs(link, prefix, queue).died_ms(job.ref.id for job in without_time)
+                    for job in without_time:
+                        job.ended_ms = died_ms.get(job.ref.id, 0)
 
     def read(self, messages: Iterable[tuple[str, str]]) -> None:
         """Moves the jobs that have ended. A message is OUTCOME FENCE MARK."""
         for channel, message in messages:
-            job = self.jobs.get(channel)
-            if job is None:
-                continue
-            mark = (*message.split(" "), "", "")[2]
-            if job.target is not None and mark == job.target.mark:
-                self._end(channel)
-            elif mark in ("", "-"):
-                # Sent by an earlier release: it may be about an earlier job with this id.
-                self.check_at = 0.0
+            _, fence, mark, *_ = (*message.split(" "), "", "")
+            for job in list(self.jobs.get(channel, ())):
+                if job.target is None or mark in ("", "-"):
+                    # An earlier release sends no mark: the message may be about an earlier job with this id.
+                    self.unsure.append(job)
+                elif mark == job.target.mark and is_ahead(job.ref._identity, int(fence)):
+                    job.target = None
+                    self.unsure.append(job)
+                elif mark == job.target.mark:
+                    self._end(job)
 
-    def _end(self, channel: str) -> None:
-        self.ended.append(self.jobs.pop(channel))
+    def _end(self, job: _Job) -> None:
+        same_id = self.jobs[job.channel]
+        same_id.remove(job)
+        if not same_id:
+            del self.jobs[job.channel]
+        self.ended.append(job)
 
 
 class _Wait:
@@ -206,14 +235,13 @@ class _Wait:
                 by_url[url] = _Server(ref.app)
             by_url[url].add(ref)
         self.servers = list(by_url.values())
-        self._count = sum(len(server.jobs) for server in self.servers)
+        self._count = sum(len(server.pending()) for server in self.servers)
         self._timeout_seconds = timeout_seconds
         self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         self._failure: RedisUnavailable | None = None
 
     def due(self) -> list[_Server]:
-        now = time.monotonic()
-        return [server for server in self.servers if server.check_at <= now]
+        return [server for server in self.servers if server.all_are_due() or server.some_are_due()]
 
     def retrying(self, server: _Server) -> "_Retrying":
         return _Retrying(self, server)
@@ -235,6 +263,8 @@ class _Wait:
     def seconds_to_wait(self) -> float:
         """How long to wait for messages."""
         until = min(server.check_at for server in self.servers)
+        if any(server.some_are_due() for server in self.servers):
+            return 0.0
         return max(0.0, (until if self._deadline is None else min(until, self._deadline)) - time.monotonic())
 
     def check_deadline(self) -> None:
@@ -246,7 +276,7 @@ class _Wait:
             for server in unchecked:
                 server.check_at = 0.0
             return
-        left = [job.ref for server in self.servers for job in server.jobs.values()]
+        left = [job.ref for server in self.servers for job in server.pending()]
         text = f"{len(left)} of {self._count} jobs have not ended within {self._timeout_seconds:g} s"
         text += f"; `forqctl why {left[0].queue} {left[0].id}` explains the first"
         if any(server.backoff.failures for server in self.servers) and self._failure is not None:
@@ -276,9 +306,11 @@ def _refresh(server: _Server, subscription: Subscription) -> None:
         subscription.patterns = list(server.jobs)
         subscription.connect()
     link = server.app.client.link()
-    server.check_all(link)
-    server.check_reported(link, subscription.receive())
-    server.plan_next_check()
+    if server.all_are_due():
+        server.check_all(link)
+        server.check_reported(link, subscription.receive())
+        server.plan_next_check()
+    server.check_unsure(link)
 
 
 def _wait_for_messages(wait: _Wait, subscriptions: dict[_Server, Subscription]) -> None:
@@ -299,12 +331,15 @@ async def _async_refresh(server: _Server, listeners: "dict[_Server, Listener]", 
         listeners[server] = await client._here().subscription.listen_to_many(list(server.jobs), arrived.set)
     listener = listeners[server]
     try:
-        await client._run(lambda pooled: server.check_all(pooled.link()))
-        await client._run(lambda pooled: server.check_reported(pooled.link(), listener.take()))
+        if server.all_are_due():
+            await client._run(lambda pooled: server.check_all(pooled.link()))
+            await client._run(lambda pooled: server.check_reported(pooled.link(), listener.take()))
+            server.plan_next_check()
+        if server.unsure:
+            await client._run(lambda pooled: server.check_unsure(pooled.link()))
     except RedisUnavailable:
         listeners.pop(server).close()
         raise
-    server.plan_next_check()
 
 
 async def _async_wait_for_messages(wait: _Wait, listeners: "dict[_Server, Listener]", arrived: asyncio.Event) -> None:

@@ -10,7 +10,7 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
 from forq.api_types import Durable, Duration, IfExists, OwnOptions, RefState
-from forq.broker.enqueue import NewJob, new_job
+from forq.broker.enqueue import JobIdentity, NewJob, new_job
 from forq.errors import ArgumentsDoNotFit, ForqError, Permanent, Snooze, UnknownJob, UnknownQueue, UsageError
 from forq.job import RUNNING, Job, TaskResult
 from forq.job_options import AttemptOptions, pack_job_options
@@ -57,14 +57,29 @@ _JOB_FIELDS = ("id", "identifier", "priority", "run_at", "run_in", "token")
 
 
 class JobRef(Generic[T]):
-    """A job of a task, by its id."""
+    """A job of a task, by its id.
 
-    __slots__ = ("_has_ended", "_task", "id", "queue")
+    The ref that `enqueue` returns means that job alone, even if its id is used again. One made from an id, or by a call
+    with a known token, means the last job with it.
+    """
 
-    def __init__(self, task: "Task[..., T]", queue: str, id: str) -> None:
+    __slots__ = ("_has_ended", "_identity", "_keeps", "_task", "id", "queue")
+
+    def __init__(
+        self,
+        task: "Task[..., T]",
+        queue: str,
+        id: str,
+        identity: JobIdentity | None = None,
+        *,
+        keeps: bool | None = None,
+    ) -> None:
         self._task = task
         self.queue = queue
         self.id = id
+        self._identity = identity
+        # Whether the job's result is kept, whatever the queue's keep_done is.
+        self._keeps = task.keeps_results if keeps is None else keeps
         # `as_completed` has seen its end: the result needs no subscription.
         self._has_ended = False
 
@@ -75,9 +90,10 @@ class JobRef(Generic[T]):
     def state(self) -> RefState:
         """The job's state: waiting, scheduled, active, retry, done, dead; gone if nothing is known about it."""
         try:
-            return self._task.app.client.queue(self.queue).job(self.id)["state"]
+            job = self._task.app.client.queue(self.queue).job(self.id)
         except UnknownJob:
             return "gone"
+        return "gone" if self._identity is not None and self._identity.is_other(job) else job["state"]
 
     def cancel(self) -> bool:
         """Removes the job if it has not started; False if it has."""
@@ -88,13 +104,16 @@ class JobRef(Generic[T]):
 
         JobDead if it failed for good, WaitTimeout after `timeout` seconds, UsageError if the queue keeps no results.
         """
-        stored = self._task.app.client.queue(self.queue).wait(self.id, timeout)
+        queue = self._task.app.client.queue(self.queue)
+        stored = queue._wait(self.id, timeout, self._identity, keeps=self._keeps)
         return cast(T, self._task.signature.unpack_result(stored))
 
     async def aresult(self, timeout: float | timedelta | None = None) -> T:
         """The same for asyncio."""
         queue = self._task.app.async_client.queue(self.queue)
-        stored = await queue._wait_for_end(self.id, timeout, has_ended=self._has_ended)
+        stored = await queue._wait_for_end(
+            self.id, timeout, self._identity, keeps=self._keeps, has_ended=self._has_ended
+        )
         return cast(T, self._task.signature.unpack_result(stored))
 
     def __eq__(self, other: object) -> bool:
@@ -117,8 +136,12 @@ class Prepared(NamedTuple, Generic[T]):
     durable: Durable | None
     options: JobOptions
 
-    def ref(self, id: str) -> JobRef[T]:
-        return JobRef(self.task, self.queue, id)
+    def ref(self, id: str, identity: JobIdentity | None) -> JobRef[T]:
+        if self.if_exists == "skip":
+            # It may be the ref of a job that an earlier call stored.
+            identity = None
+        # A keep_done of the job itself is stored in its record.
+        return JobRef(self.task, self.queue, id, identity, keeps=False if "keep_done" in self.options else None)
 
 
 class Sender(Generic[P, T]):
@@ -165,13 +188,13 @@ class Sender(Generic[P, T]):
 
 
 def _store(queue: "Queue", prepared: Prepared[T]) -> JobRef[T]:
-    (id,) = queue.enqueue_jobs([prepared.job], if_exists=prepared.if_exists, durable=prepared.durable)
-    return prepared.ref(id)
+    ((id, identity),) = queue._enqueue_identified([prepared.job], prepared.if_exists, prepared.durable)
+    return prepared.ref(id, identity)
 
 
 async def _astore(queue: "AsyncQueue", prepared: Prepared[T]) -> JobRef[T]:
-    (id,) = await queue.enqueue_jobs([prepared.job], if_exists=prepared.if_exists, durable=prepared.durable)
-    return prepared.ref(id)
+    ((id, identity),) = await queue._enqueue_identified([prepared.job], prepared.if_exists, prepared.durable)
+    return prepared.ref(id, identity)
 
 
 class Task(Sender[P, T]):
@@ -202,6 +225,10 @@ class Task(Sender[P, T]):
         self.signature = cast("Signature", signature)
         self.__wrapped__, self.__doc__, self.__module__ = function, function.__doc__, function.__module__
         self.__name__, self.__qualname__ = function.__name__, function.__qualname__
+
+    @property
+    def keeps_results(self) -> bool:
+        return bool(self.declared_options.keep_done_ms)
 
     def using(self, **options: Unpack[JobOptions]) -> Sender[P, T]:
         """The task with options for its next jobs: when to run, id, priority, queue …"""

@@ -3,7 +3,7 @@
 The path of a job starts here: `new_job` checks it, `record.pack_body` packs it, `Producer` sends it to enqueue.lua.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
 from itertools import zip_longest
 from typing import Any, NamedTuple, Unpack
@@ -49,6 +49,14 @@ class JobIdentity(NamedTuple):
     fence: str
     enqueued_ms: str
     blocked: bool
+
+    def is_other(self, job: Mapping[str, Any]) -> bool:
+        """Whether this job, as `Inspector.job` shows it, is another one with the id."""
+        if "enqueued_at" not in job:
+            return False
+        if round(job["enqueued_at"] * 1000) > int(self.enqueued_ms):
+            return not self.blocked
+        return job["state"] in ("done", "dead") and job["fence"] <= int(self.fence)
 
 
 def new_job(
@@ -224,6 +232,20 @@ class Producer:
                 raise
             raise PartlyStored(ids, exc) from exc
         return ids
+
+    def enqueue_many_identified(
+        self, jobs: Iterable[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None
+    ) -> list[tuple[str, JobIdentity | None]]:
+        """The same; returns ids with identities."""
+        stored: list[tuple[str, JobIdentity | None]] = []
+        try:
+            for chunk in chunks(jobs):
+                stored += self.enqueue_identified(chunk, update, durable)
+        except ForqError as exc:
+            if not stored:
+                raise
+            raise PartlyStored([id for id, _ in stored], exc) from exc
+        return stored
 
     def restore(self, jobs: Iterable[NewJob]) -> Restored:
         """Stores jobs that had left the queue, each with its own token.

@@ -10,7 +10,7 @@ RESULT is JSON; '' if it was lost with its worker; or '!' and the reason why the
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import orjson
 
@@ -130,6 +130,15 @@ class WaitStatus:
     done: DoneJob | None = None
 
 
+class AwaitedJob(NamedTuple):
+    """One of many jobs. `identity`, `keeps`: as for ResultWaiter. `target`: None before the first check."""
+
+    id: str
+    target: WaitTarget | None = None
+    identity: JobIdentity | None = None
+    keeps: bool = False
+
+
 @dataclass(frozen=True, slots=True)
 class WaitCheck:
     """The state of one of many jobs. `ended_ms`: of a done job that is kept; None: unknown."""
@@ -139,28 +148,29 @@ class WaitCheck:
     ended_ms: int | None = None
 
 
-def check_jobs(
-    link: Link, base: str, queue: str, jobs: Sequence[tuple[str, WaitTarget | None]], valid_ms: int
-) -> list[WaitCheck]:
-    """`ResultWaiter.check` for several jobs of a queue, given by id and target, in one round trip. The jobs of a queue
-    that no longer exists are "gone"."""
-    calls = [
-        (base, job_id, *(("", "") if target is None else (target.epoch, target.mark)), valid_ms, 0, "")
-        for job_id, target in jobs
-    ]
+def check_jobs(link: Link, base: str, queue: str, jobs: Sequence[AwaitedJob], valid_ms: int) -> list[WaitCheck]:
+    """`ResultWaiter.check` for several jobs of a queue, in one round trip.
+
+    The jobs of a queue that no longer exists are "gone". A live job without a target must be checked again.
+    """
+    calls = [(base, job.id, *_wait_arguments(job.target, job.identity, job.keeps, valid_ms)) for job in jobs]
     checks: list[WaitCheck] = []
-    for reply, (_, target) in zip(link.run_batch(script("wait"), calls), jobs, strict=True):
+    for reply, job in zip(link.run_batch(script("wait"), calls), jobs, strict=True):
         if isinstance(reply, ForqError):
             raise reply
         if reply[0] == NO_QUEUE:
-            checks.append(WaitCheck("gone", target))
+            checks.append(WaitCheck("gone", job.target))
             continue
         if reply[0] != OK:
             raise error_for(queue, reply)
         state, epoch, mark = (part.decode() for part in reply[1:4])
         # Results may be long, and only the end time is of interest.
         ended_ms = reply[5][: reply[5].find(b" ")] if len(reply) > 5 else b""
-        checks.append(WaitCheck(state, WaitTarget(epoch, mark), int(ended_ms) if ended_ms.isdigit() else None))
+        if mark and state != "live" and is_ahead(job.identity, int(reply[4]) if len(reply) > 4 else 0):
+            # The job that this one was blocked behind. The caller checks again.
+            checks.append(WaitCheck("live", None))
+        else:
+            checks.append(WaitCheck(state, WaitTarget(epoch, mark), int(ended_ms) if ended_ms.isdigit() else None))
     return checks
 
 
@@ -196,9 +206,8 @@ class ResultWaiter:
         `target`: None the first time. UsageError if the queue keeps no results; UnknownQueue if the queue is gone, even
         if it was created again.
         """
-        since = (self.identity.epoch if self.identity else "", "") if target is None else (target.epoch, target.mark)
-        meant = "" if self.identity is None else _meant_job(self.identity)
-        reply = self._link.run(script("wait"), self._base, self.job_id, *since, valid_ms, int(self._keeps), meant)
+        arguments = _wait_arguments(target, self.identity, self._keeps, valid_ms)
+        reply = self._link.run(script("wait"), self._base, self.job_id, *arguments)
         if reply[0] != OK:
             raise error_for(self.queue, reply)
         state, epoch, mark = (part.decode() for part in reply[1:4])
@@ -207,13 +216,8 @@ class ResultWaiter:
 
     def is_other_job(self, status: WaitStatus) -> bool:
         """Whether the job that ended is one that the wanted job was blocked behind: then check again from the start."""
-        return (
-            self.identity is not None
-            and self.identity.blocked
-            and bool(status.target.mark)
-            and status.state in ("done", "dead", "cancelled")
-            and status.fence <= int(self.identity.fence)
-        )
+        ended = bool(status.target.mark) and status.state in ("done", "dead", "cancelled")
+        return ended and is_ahead(self.identity, status.fence)
 
     def why_not_kept(self) -> str:
         return why_not_kept(self._link, self._base, self.queue)
@@ -242,5 +246,16 @@ class ResultWaiter:
             return None
 
 
-def _meant_job(identity: JobIdentity) -> str:
-    return f"{identity.fence} {identity.enqueued_ms} {'blocked' if identity.blocked else 'ready'}"
+def is_ahead(identity: JobIdentity | None, fence: int) -> bool:
+    """Whether the job that ended in this attempt is one that the wanted job was blocked behind."""
+    return identity is not None and identity.blocked and fence <= int(identity.fence)
+
+
+def _wait_arguments(
+    target: WaitTarget | None, identity: JobIdentity | None, keeps: bool, valid_ms: int
+) -> tuple[str | int, ...]:
+    since = (identity.epoch if identity else "", "") if target is None else (target.epoch, target.mark)
+    meant = ""
+    if identity is not None:
+        meant = f"{identity.fence} {identity.enqueued_ms} {'blocked' if identity.blocked else 'ready'}"
+    return *since, valid_ms, int(keeps), meant
