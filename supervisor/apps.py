@@ -220,7 +220,7 @@ class Apps:
         in_file = {spec.name for spec in self._config.queues}
         for spec in definitions.queues:
             owner = self._queues.of_apps.get(spec.name)
-            if owner is not None and owner.app != definitions.name:
+            if owner is not None and owner.app not in (app.name, definitions.name):
                 return ConfigError(
                     f"queue {spec.name!r} of app {definitions.name!r} is also a queue of app {owner.app!r}: choose "
                     "another queue for one of them, @app.task(queue=…)"
@@ -236,15 +236,14 @@ class Apps:
                 return exc
         return None
 
-    def _accept(self, app: ServedApp, definitions: Definitions, *, remove_schedules: bool = False) -> None:
+    def _accept(self, app: ServedApp, definitions: Definitions) -> None:
         app.name = definitions.name
         app.definitions = definitions
         app.error = None
         app.backoff.reset()
         app.specs = {spec.name: spec for spec in definitions.queues}
         for name, spec in app.specs.items():
-            schedules = definitions.schedules.get(name, {})
-            self._queues.of_apps[name] = AppQueue(definitions.name, schedules, remove_schedules)
+            self._queues.of_apps[name] = AppQueue(definitions.name, definitions.schedules.get(name, {}))
             if (warning := capacity_warning(self._config.options_of(spec), self._config.capacity)) is not None:
                 log.warning("queue=%s %s", name, warning)
         log.info("read app app=%s queues=%s", definitions.name, sorted(app.specs))
@@ -276,11 +275,9 @@ class Apps:
             return
         assert result.definitions is not None
         before = app.specs
-        self._accept(app, result.definitions, remove_schedules=True)
-        _Restart(self._queues, app, before, seconds, partial(self._restarted, app, then)).run()
-        for name in before:
-            if name not in app.specs:
-                self._let_go(name)
+        self._accept(app, result.definitions)
+        restarted = partial(self._restarted, app, then)
+        _Restart(self._queues, app, before, seconds, applied=self._set_schedules, then=restarted).run()
 
     def _restarted(self, app: ServedApp, then: Restarted, answer: "dict[str, Any] | ForqError") -> None:
         then(answer)
@@ -302,31 +299,38 @@ class Apps:
 
         self.restart(app, max(seconds for seconds, _ in waiting), answer_all)
 
-    def _let_go(self, name: str) -> None:
-        """Removes the schedules of a queue that its app no longer defines. Repeated while Redis is down."""
-        if name in self._queues.of_apps:
-            # Defined again in the meantime.
-            return
+    def _set_schedules(self, name: str) -> None:
+        """Sets the schedules of a restarted queue, and removes those that its app no longer has. Retries while Redis is
+        down."""
 
-        def removed(answer: Any) -> None:
-            if isinstance(answer, RedisUnavailable):
-                self._loop.call_later(RETRY_SECONDS, lambda: self._let_go(name))
+        def done(answer: Any) -> None:
+            if isinstance(answer, RedisUnavailable) and not self._stopping:
+                self._loop.call_later(RETRY_SECONDS, lambda: self._set_schedules(name))
             elif isinstance(answer, ForqError):
-                log.warning("failed to remove the schedules of a queue queue=%s error=%s", name, answer)
+                log.warning("failed to set the schedules of an app queue=%s error=%s", name, answer)
             elif answer["unscheduled"]:
-                log.warning(
-                    "removed schedules that the app no longer has queue=%s unscheduled=%s", name, answer["unscheduled"]
-                )
+                removed = answer["unscheduled"]
+                log.warning("removed schedules that the app no longer has queue=%s unscheduled=%s", name, removed)
 
-        self._services.clerk.request("unschedule_app", {"name": name}, removed)
+        params = {"name": name, "schedules": self._queues.app_schedules(name)}
+        self._services.clerk.request("set_app_schedules", params, done)
 
 
 class _Restart:
-    """The queues of one app during its restart. `then` is called when each has been restarted or has failed."""
+    """The queues of one app during its restart. `applied` is called with each queue that runs the new code, or is no
+    longer served; `then` when each has been restarted or has failed."""
 
     def __init__(
-        self, queues: Queues, app: ServedApp, before: dict[str, QueueSpec], seconds: float, then: Restarted
+        self,
+        queues: Queues,
+        app: ServedApp,
+        before: dict[str, QueueSpec],
+        seconds: float,
+        *,
+        applied: Callable[[str], None],
+        then: Restarted,
     ) -> None:
+        self._applied = applied
         self._queues = queues
         self._app = app
         self._before = before
@@ -387,8 +391,10 @@ class _Restart:
             self._errors[name] = error
         elif name in self._app.specs:
             self._app.applied[name] = self._app.specs[name]
-        else:
+            self._applied(name)
+        elif name not in self._others:
             self._app.applied.pop(name, None)
+            self._applied(name)
         if not self._left:
             self._finish()
 

@@ -37,12 +37,10 @@ log = logging.getLogger("forq")
 
 @dataclass(frozen=True)
 class AppQueue:
-    """What an app has defined for one of its queues. `remove_schedules`: whether schedules that an earlier version of
-    its code had set are removed."""
+    """The name of the app that defines a queue, and its schedules for it."""
 
     app: str
     schedules: Mapping[str, Mapping[str, Any]]
-    remove_schedules: bool
 
 
 class Queues:
@@ -199,12 +197,11 @@ class Queues:
             elif not self.serves(queue):
                 error = UnknownQueue(f"queue {name!r} was deleted in the meantime")
             elif error is None:
-                for source, key in (("the config file", "unscheduled"), ("the app", "unscheduled_of_app")):
-                    if answer is not None and answer.get(key):
-                        log.warning(
-                            "removed schedules that %s no longer has queue=%s unscheduled=%s",
-                            *(source, name, answer[key]),
-                        )
+                if answer is not None and answer["unscheduled"]:
+                    log.warning(
+                        "removed schedules that the config file no longer has queue=%s unscheduled=%s",
+                        *(name, answer["unscheduled"]),
+                    )
                 queue.start()
                 self._services.send_served()
                 if then is not None:
@@ -241,17 +238,14 @@ class Queues:
             "reopening": reopening,
             "joining": joining,
             "schedules": self._config.schedules.get(spec.name),
-            "app_schedules": self._app_schedules(spec.name),
+            "app_schedules": self.app_schedules(spec.name),
         }
 
-    def _app_schedules(self, name: str) -> dict[str, Any] | None:
-        """Schedules of the config file take precedence."""
+    def app_schedules(self, name: str) -> dict[str, Mapping[str, Any]]:
+        """The schedules that an app defines for this queue, without those that the config file replaces."""
         own = self.of_apps.get(name)
-        if own is None:
-            return None
         in_file = self._config.schedules.get(name, {})
-        wanted = {key: fields for key, fields in own.schedules.items() if key not in in_file}
-        return {"set": wanted, "remove": own.remove_schedules}
+        return {} if own is None else {key: fields for key, fields in own.schedules.items() if key not in in_file}
 
     def _cannot_open(self, queue: ServedQueue, error: ForqError, *, reopening: bool) -> None:
         name = queue.spec.name

@@ -24,7 +24,7 @@ from forq.errors import (
     UnknownQueue,
     UnknownSchedule,
 )
-from forq.schedules import CONFIG, Every, Schedule
+from forq.schedules import APP, CONFIG, Every, Schedule
 from forq.version import PROTOCOL
 from tests.support.drive.one_queue import OneQueue, one_queue
 from tests.support.drive.scheduled_queue import HOUR_MS, ScheduleRig
@@ -217,6 +217,15 @@ def test_schedules_removed_from_the_config_file_are_dropped_and_those_of_users_s
     # The file takes over a schedule created by a user and drops it again.
     rig.schedules.apply({"mine": {"every": "1h"}}, CONFIG)
     assert rig.schedules.apply({}, CONFIG) == ["mine"]
+
+
+def test_schedules_of_an_app_are_kept_until_they_are_removed_explicitly(rig: ScheduleRig) -> None:
+    rig.set("filed", origin=CONFIG)
+    assert rig.schedules.apply({"a": {"every": "1h"}, "b": {"every": "1h"}}, APP, remove=False) == []
+    assert rig.schedules.apply({"b": {"every": "2h"}}, APP, remove=False) == []
+    assert {one["key"]: one["origin"] for one in rig.schedules.all()} == {"a": APP, "b": APP, "filed": CONFIG}
+    assert rig.schedules.apply({"b": {"every": "2h"}}, APP) == ["a"]
+    assert {one["key"]: one["origin"] for one in rig.schedules.all()} == {"b": APP, "filed": CONFIG}
 
 
 def test_a_schedule_changed_by_a_user_is_not_dropped_with_the_file(rig: ScheduleRig) -> None:

@@ -187,7 +187,7 @@ def test_a_restart_applies_new_definitions(tmp_path: Path) -> None:
         assert done == "restarted app shop (new: feeds; restarted: mails; no longer served: shop)"
         assert forq.child("mails")["pid"] != old
         assert result_of(forq, "mails", "send", to="you") == "posted to you"
-        assert list(schedules(forq)) == [("feeds", "refresh")]
+        wait_until(lambda: list(schedules(forq)) == [("feeds", "refresh")], what="the old schedule is removed")
         stored = redis.Redis.from_url(forq.url).hmget(
             f"{queue_base(DEFAULT_PREFIX, 'mails')}:options", ["max_retries", "timeout_ms"]
         )
@@ -202,6 +202,32 @@ def test_a_restart_applies_new_definitions(tmp_path: Path) -> None:
         assert forq.call("app.restart", name="shop")["restarted"] == ["feeds", "mails"]
         assert forq.child("mails")["pid"] != old
         assert forq.run_ctl("restart", "--app", "nothing").returncode == 4
+
+
+def test_only_a_restart_of_the_app_removes_schedules_that_its_code_no_longer_has(tmp_path: Path) -> None:
+    module = tmp_path / "shop_tasks.py"
+    module.write_text(SHOP)
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        wait_for_queue(forq, "shop")
+        forq.ctl("schedule", "shop", "mine", "--every", "1h")
+        assert forq.stop() == 0
+        module.write_text(SHOP.replace('@app.task(every="1h")', "@app.task"))
+        forq.start()
+        wait_for_queue(forq, "shop")
+        assert schedules(forq) == {("shop", "refresh"): "app", ("shop", "mine"): "user"}
+        forq.ctl("restart", "--app", "shop")
+        wait_until(lambda: schedules(forq) == {("shop", "mine"): "user"}, what="the schedule of the app is removed")
+
+
+def test_an_app_may_change_its_name(tmp_path: Path) -> None:
+    module = tmp_path / "shop_tasks.py"
+    module.write_text(SHOP)
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        wait_for_queue(forq, "mails")
+        module.write_text(SHOP.replace('App("shop")', 'App("store")'))
+        answer = forq.call("app.restart", name="shop")
+        assert answer == {"name": "store", "opened": ["store"], "restarted": ["mails"], "unserved": ["shop"]}
+        assert forq.queue_status("mails")["app"] == "store"
 
 
 def test_a_restart_that_cannot_read_the_app_stops_nothing(tmp_path: Path) -> None:

@@ -92,7 +92,7 @@ class Clerk:
             "schedule": self.schedule,
             "schedules": self.schedules,
             "unschedule": self.unschedule,
-            "unschedule_app": self.unschedule_app,
+            "set_app_schedules": self.set_app_schedules,
             "trigger": lambda params: {"id": self._schedules(params).trigger(params.get("key", ""))},
             "counts": self.counts,
             "overview": self.overview,
@@ -117,16 +117,15 @@ class Clerk:
                 pass
             made = self._create(params)
         # In the same call, so that a retry also sets them.
-        given, of_app = params.get("schedules"), params.get("app_schedules")
+        given = params.get("schedules")
         dropped = [] if given is None else self._schedules(params).apply(given, CONFIG)
-        dropped_of_app = (
-            [] if of_app is None else self._schedules(params).apply(of_app["set"], APP, remove=of_app["remove"])
-        )
-        return {"created": made, "unscheduled": dropped, "unscheduled_of_app": dropped_of_app}
+        if params.get("app_schedules"):
+            self._schedules(params).apply(params["app_schedules"], APP, remove=False)
+        return {"created": made, "unscheduled": dropped}
 
-    def unschedule_app(self, params: dict[str, Any]) -> object:
-        """Drops the schedules of a queue that its app no longer defines."""
-        return {"unscheduled": self._schedules(params).apply({}, APP)}
+    def set_app_schedules(self, params: dict[str, Any]) -> object:
+        """Sets the schedules of an app for one queue, and drops those that an earlier version of its code had set."""
+        return {"unscheduled": self._schedules(params).apply(params["schedules"], APP)}
 
     def _create(self, params: dict[str, Any]) -> bool:
         mode, options = params["mode"], params["options"]
