@@ -257,6 +257,14 @@ def test_a_snoozed_job_runs_again_without_being_counted(queue: OneQueue) -> None
     assert unpack(queue.state().records["a"]).snooze_count == 2
 
 
+def test_a_snooze_without_a_time_means_at_once(queue: OneQueue) -> None:
+    enqueue(queue, "")
+    worker = queue.worker()
+    worker.turn(want=1)
+    assert fail(worker, kind="snooze") == Fate("snoozed", 0, 1, 1)
+    assert worker.turn(want=1) == ["a"]
+
+
 def test_counts_are_kept_through_a_snooze_and_a_reset_clears_it(queue: OneQueue) -> None:
     enqueue(queue, "")
     worker = queue.worker()

@@ -31,6 +31,7 @@ REPEATED_IDS = 12
 MISDEEDS = {
     "raise": (40, (1, 1, 2)),
     "permanent": (25, (9,)),
+    "snooze": (40, (1, 1, 2)),
     "crash": (8, (1, 1, 9)),
     "segfault": (6, (1, 9)),
     "hang": (3, (1, 9)),
@@ -44,6 +45,8 @@ _PAUSE_SECONDS = 0.07
 # Durations: most jobs are short; some are long enough to be still running when their supervisor is evicted.
 _SECONDS = (*[0.0] * 5, *[0.001, 0.005] * 3, *[0.02] * 4, 0.1, 0.1, 0.3)
 _AGAIN_SECONDS = 0.1
+# Options of single jobs. None of them lets a job fail that would succeed otherwise.
+_OPTIONS = (*[""] * 6, "r=20,b=20:50", "t=20000", "k=60000", "x=3600000", "t=15000,r=30,b=10,k=0,x=3600000")
 _MOST_IN_BULK = 20
 
 
@@ -104,7 +107,8 @@ class Producing:
         token = self._token() if with_token else None
         delay = self._chance.choice((None, None, None, 0.05, 0.5))
         priority = self._chance.choice((5, 5, 5, 2, 7))
-        return new_job(data, id=f"{self._name}-{self._number}", token=token, run_in=delay, priority=priority)
+        job_id, options = f"{self._name}-{self._number}", self._chance.choice(_OPTIONS)
+        return new_job(data, id=job_id, token=token, run_in=delay, priority=priority, options=options)
 
     def _token(self) -> str:
         return f"{self._name}-{self._chance.getrandbits(64)}"

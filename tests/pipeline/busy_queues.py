@@ -17,7 +17,8 @@ from forq.settings import stored_defaults
 
 EXPIRY_MS = 600_000
 OUTCOMES: tuple[Outcome, ...] = ("stalled", "timed_out", "interrupted", "suspect", "cancelled")
-KINDS = ("retriable", "retriable", "permanent", "timeout")
+KINDS = ("retriable", "retriable", "permanent", "timeout", "snooze")
+OPTIONS = ("", "", "", "r=1,b=1:5", "x=1", "t=1000,k=5000,x=60000")
 
 
 def revive_or_discard_one(dead: DeadJobs, chance: random.Random) -> None:
@@ -84,7 +85,12 @@ class BusyQueue:
     def enqueue(self) -> None:
         chance = self._chance
         jobs = [
-            new_job({"n": 1}, id=f"j{number}", run_in=chance.choice((None, None, None, 0.002, 60)))
+            new_job(
+                {"n": 1},
+                id=f"j{number}",
+                run_in=chance.choice((None, None, None, 0.002, 60)),
+                options=chance.choice(OPTIONS),
+            )
             for number in chance.sample(range(self._ids), chance.randint(1, min(self._batch, self._ids)))
         ]
         self._producer.enqueue(jobs, Update(chance.choice(("update", "update", "skip"))))

@@ -228,10 +228,10 @@ def test_rescued_jobs_that_go_to_the_same_process_again_are_found_at_once(rig: U
     first, second = rig.workers
     original = rig.rescue
 
-    def give_to_the_second(queue: str, at: Position) -> int:
+    def give_to_the_second(queue: str, at: Position, *, has_results: bool = False) -> int:
         if at.worker == first.worker:
             rig.turns[second.worker] = 6
-        return original(queue, at)
+        return original(queue, at, has_results=has_results)
 
     rig.rescue = give_to_the_second  # type: ignore[method-assign]
     rig.claimed(first, 6)

@@ -8,7 +8,7 @@ from typing import Any
 from gil_holding import hold_in_thread  # type: ignore[import-not-found]
 from traced import hang, trace  # type: ignore[import-not-found]
 
-from forq import Job, Permanent
+from forq import Job, Permanent, Snooze
 
 _SLICE_SECONDS = 0.02
 _DAEMON_SECONDS = 600
@@ -31,7 +31,7 @@ def on_fail(data: Any, job: Job) -> None:
 
 
 def _tries(job: Job) -> int:
-    return int(job.retry_count + job.stall_count + job.timeout_count)
+    return int(job.retry_count + job.stall_count + job.timeout_count + job.snoozes)
 
 
 def _work(job: Job, seconds: float) -> None:
@@ -49,6 +49,10 @@ def _raise(job: Job) -> None:
 
 def _permanent(job: Job) -> None:
     raise Permanent("as asked")
+
+
+def _snooze(job: Job) -> None:
+    raise Snooze(0.05)
 
 
 def _crash(job: Job) -> None:
@@ -82,6 +86,7 @@ def _keep(job: Job) -> None:
 _MISDEEDS = {
     "raise": _raise,
     "permanent": _permanent,
+    "snooze": _snooze,
     "crash": _crash,
     "segfault": _segfault,
     "hang": _hang,

@@ -97,7 +97,7 @@ function failures.settle(id, settler, micros, failure)
     if job.lane == LANE_OF_SUSPECT then job.lane = 0 end
     job.snoozes = job.snoozes + 1
     local attempt = attempts.number(job)
-    local due = requeue(job, failure.retry_at_ms, 'snoozed ' .. fence .. ' ' .. id .. ' ' .. micros)
+    local due = requeue(job, failure.retry_at_ms or 0, 'snoozed ' .. fence .. ' ' .. id .. ' ' .. micros)
     return failures.fate('snoozed', due, attempt, 0)
   end
 

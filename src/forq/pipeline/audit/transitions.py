@@ -235,7 +235,7 @@ def _texts() -> list[Column]:
         text(step, ", but the job is not active"),
         text(step, ", but no job is blocked behind it"),
         text(step, ", but a job is blocked behind it"),
-        text("merged, then ", step, " instead of retried or returned in the same entry"),
+        text("merged, then ", step, " instead of retried, snoozed or returned in the same entry"),
         text("merged, with no event after it"),
         text("blocked behind a job that has ended"),
     ]

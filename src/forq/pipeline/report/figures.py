@@ -249,7 +249,7 @@ from (
   select *, unix_micros(time) as us,
     case when verb = 'scheduled' then unix_micros(due)
       when verb in ({quoted(*verbs.READY_AT_ONCE)}) then unix_micros(time) end as ready_us,
-    unix_micros(time) - coalesce(sum(if(verb in ('done', 'retried', 'dead'), micros, 0)) over (
+    unix_micros(time) - coalesce(sum(if(verb in ('done', 'retried', 'snoozed', 'dead'), micros, 0)) over (
       partition by queue, epoch, sequence order by position rows between 1 following and unbounded following
     ), 0) as until_us
   from report_events

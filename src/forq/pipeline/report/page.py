@@ -40,6 +40,7 @@ MISSING = "\u2013"
 # Verbs of the journal as shown to operators.
 OUTCOMES = {
     "retried": "failed, retried",
+    "snoozed": "snoozed",
     "dead": "dead",
     "timed_out": "timed out",
     "stalled": "stalled: process crashed",
