@@ -99,9 +99,9 @@ def code(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def forq(redis: Server, code: Path) -> Iterator[Forq]:
-    settings = f'[queues.orders]\nhandler = "orders:app"\npath = ["{code}"]\nkeep_done = "1h"\nconcurrency = 4\n'
+    settings = f'[apps.orders]\napp = "orders:app"\npath = ["{code}"]\n'
     with running(redis=redis.url, settings=settings) as forq:
-        wait_until(lambda: forq.queue_status("orders")["state"] == "running", 60, "the queue runs")
+        wait_until(lambda: [each["state"] for each in forq.status()["queues"]] == ["running"], 60, "the queue runs")
         yield forq
 
 

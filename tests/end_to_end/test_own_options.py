@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from forq.errors import JobDead
+from forq.errors import JobDead, UsageError
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
 
@@ -46,6 +46,16 @@ def test_a_job_that_has_expired_does_not_run(forq: Forq) -> None:
     error = forq.client().queue("traced").job(job).get("error")
     assert isinstance(error, dict)
     assert "expired" in error["message"]
+
+
+def test_a_result_of_one_job_is_kept(forq: Forq) -> None:
+    forq.create("results", "noop")
+    queue = forq.client().queue("results")
+    kept = forq.ctl("push", "results", "1", "--keep-done", "1h")
+    assert queue.wait(kept, 30) is None
+    plain = forq.ctl("push", "results", "1")
+    with pytest.raises(UsageError, match="keeps no results"):
+        queue.wait(plain, 30)
 
 
 def test_the_timeout_of_one_job(forq: Forq) -> None:

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.fixture(scope="module")
 def forq() -> Iterator[Forq]:
     with running() as forq:
-        options = ("--set=keep_done=1h", "--set=done_max=20000", "--set=concurrency=8")
+        options = ("--set=done_max=20000", "--set=concurrency=8")
         forq.ctl("create", "typed", "--handler", "typed:app", "--path", str(HANDLERS), *options)
         typed.app._client = forq.client()
         yield forq
