@@ -1,7 +1,6 @@
 import forq
 
 app = forq.App("greetings")
-app.queue("greetings", keep_done="1h")
 
 
 @app.task

@@ -60,8 +60,6 @@ def forq(directory: Path) -> Iterator[Forq]:
     for file in sorted(directory.glob("*.py")):
         app = import_module(file.stem).app
         settings += f'[apps.{app.name}]\napp = "{file.stem}:app"\npath = ["{directory}"]\n\n'
-        for queue in app.queue_names():
-            settings += f'[queues.{queue}]\nkeep_done = "1h"\n\n'
     with running(settings=settings) as forq:
         wait_until(lambda: forq.run_ctl("status", "--check").returncode == 0, 60.0, "all queues run")
         yield forq

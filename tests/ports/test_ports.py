@@ -14,16 +14,13 @@ from tests.support.drive.wait import wait_until
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SETTINGS = "".join(
-    f'[queues.{name}]\nhandler = "{name}:app"\npath = ["{HERE}"]\nkeep_done = "1h"\n\n'
-    for name in ("arithmetic", "fibonacci")
-)
+SETTINGS = "".join(f'[apps.{name}]\napp = "{name}:app"\npath = ["{HERE}"]\n\n' for name in ("arithmetic", "fibonacci"))
 
 
 @pytest.fixture(scope="module")
 def forq() -> Iterator[Forq]:
     with running(settings=SETTINGS) as forq:
-        wait_until(lambda: all(each["state"] == "running" for each in forq.status()["queues"]), what="queues run")
+        wait_until(lambda: forq.run_ctl("status", "--check").returncode == 0, 60.0, "all queues run")
         yield forq
 
 
@@ -41,6 +38,18 @@ def test_the_arithmetic_of_celerys_example_is_done() -> None:
     assert [ref.result(timeout=30) for ref in refs] == [8, 64, 6]
 
 
+@pytest.mark.parametrize(("name", "seconds"), [("fail_slowly", [600.0]), ("fail_faster", [5.0, 10.0, 20.0])])
+def test_a_failed_task_waits_for_its_own_backoff(forq: Forq, name: str, seconds: list[float]) -> None:
+    ref = arithmetic.app.tasks[name].enqueue()
+    wait_until(lambda: ref.state() == "scheduled", what="a retry")
+    job = forq.client().queue("arithmetic").job(ref.id)
+    ended, run_at = job["attempts"][-1]["ended_at"], job["run_at"]
+    assert run_at is not None
+    # On a busy machine the first retry may have failed, too.
+    assert run_at - ended == pytest.approx(seconds[job["retry_count"] - 1], abs=1.0)
+    assert ref.cancel()
+
+
 def test_the_numbers_of_rqs_example_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     fibonacci.main()
     printed = sorted(capsys.readouterr().out.splitlines())
@@ -48,7 +57,12 @@ def test_the_numbers_of_rqs_example_are_printed(capsys: pytest.CaptureFixture[st
     assert len(printed) == 14
 
 
-def test_the_schedules_of_the_examples_are_defined() -> None:
+def test_the_schedules_of_the_examples_are_defined(forq: Forq) -> None:
+    assert {each["key"] for name in ("arithmetic", "fibonacci") for each in forq.client().queue(name).schedules()} == {
+        "greet",
+        "clean_up",
+        "news",
+    }
     assert arithmetic.app.definitions()["schedules"]["arithmetic"]["greet"]["every"] == "10s"
     schedules = fibonacci.app.definitions()["schedules"]["fibonacci"]
     assert schedules["clean_up"]["every"] == "30m"
