@@ -14,7 +14,7 @@ import pytest
 import redis
 
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
-from forq.errors import CannotImport
+from forq.errors import CannotImport, JobDead
 from tests.support.drive.supervisor import Forq
 from tests.support.drive.wait import wait_until
 
@@ -25,6 +25,8 @@ import forq
 app = forq.App("shop")
 @app.task(queue="mails", timeout="30s")
 def send(to: str) -> str:
+    if to == "nobody":
+        raise ValueError("no address")
     return f"sent to {to}"
 @app.task(every="1h")
 def refresh() -> None: ...
@@ -126,6 +128,9 @@ keep_done = "1h"
         for name in ("mails", "plain"):
             wait_for_queue(forq, name)
         assert result_of(forq, "mails", "send", to="you") == "sent to you"
+        # Of [apps.shop.tasks.send]: otherwise it would be retried.
+        with pytest.raises(JobDead, match="no address"):
+            result_of(forq, "mails", "send", to="nobody")
         threads = Path(f"/proc/{forq.child('mails')['pid']}/task")
         # Three workers, the main thread and the minder.
         wait_until(lambda: len(os.listdir(threads)) >= 5, what="three workers")
@@ -240,7 +245,7 @@ def test_a_restart_that_cannot_read_the_app_stops_nothing(tmp_path: Path) -> Non
         failed = forq.run_ctl("restart", "--app", "shop")
         assert failed.returncode == CannotImport.exit_code
         assert "its queues keep running the old code" in failed.stderr
-        assert f'File "{module}", line 11' in failed.stderr
+        assert f'File "{module}", line 13' in failed.stderr
         assert forq.child("mails")["pid"] == old
         assert apps(forq)["shop"]["error"] is not None
         assert result_of(forq, "mails", "send", to="you") == "sent to you"
