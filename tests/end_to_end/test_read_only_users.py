@@ -20,6 +20,7 @@ NOBODY = 65534
 READERS, OPERATORS, OTHERS = "games", "staff", "mail"
 SECRET = "4711-secret"
 REFUSED = (
+    "app.restart",
     *("queue.create", "queue.delete", "queue.pause", "queue.resume", "queue.drain", "queue.set", "queue.restart"),
     *(
         "push",
