@@ -110,6 +110,9 @@ MERGED_BEFORE: Final = ("retried", "snoozed", "returned")
 ARCHIVE: Final = ("dead", "failing", "revived", "discarded", "forgotten")
 ARCHIVE_ENDS: Final = ("revived", "discarded", "forgotten")
 
+# Steps about a job that change nothing on any path.
+NOTES: Final = ("options",)
+
 # Steps after which a job may be claimed at once.
 READY_AT_ONCE: Final = ("enqueued", "unblocked", "returned", "retried", "snoozed", "revived")
 # Verbs that end a lifecycle.

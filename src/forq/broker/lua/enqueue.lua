@@ -137,9 +137,10 @@ function verbs.enqueue()
   local count = (#ARGV - FIRST + 1) / WIDTH
   local max_items, max_data, dedup_ttl_ms = option('max_items'), option('max_data'), option('dedup_ttl_ms')
 
-  local stored_at = ' ' .. now_ms .. '\n'
+  -- Converting a number to text costs as much as a command, so once only.
+  local ms = tostring(now_ms)
+  local stored_at, mark = ' ' .. ms .. '\n', epoch .. ' ' .. (stored_counts[4] or '0') .. ' ' .. ms
 
-  local mark = epoch .. ' ' .. (stored_counts[4] or '0') .. ' ' .. now_ms
   if store_single(count, max_items, max_data, stored_at) then return { OK, mark } end
 
   local if_exists, update_data, update_run_at, reset = string.match(ARGV[2], '^(%l+) (%d) ([%l_]+) (%d)$')
