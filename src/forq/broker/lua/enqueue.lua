@@ -138,8 +138,9 @@ function verbs.enqueue()
   local max_items, max_data, dedup_ttl_ms = option('max_items'), option('max_data'), option('dedup_ttl_ms')
 
   -- Converting a number to text costs as much as a command, so once only.
-  local ms = tostring(now_ms)
-  local stored_at, mark = ' ' .. ms .. '\n', epoch .. ' ' .. (stored_counts[4] or '0') .. ' ' .. ms
+  local stored_ms = tostring(now_ms)
+  local stored_at = ' ' .. stored_ms .. '\n'
+  local mark = epoch .. ' ' .. (stored_counts[4] or '0') .. ' ' .. stored_ms
 
   if store_single(count, max_items, max_data, stored_at) then return { OK, mark } end
 
