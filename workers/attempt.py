@@ -105,6 +105,8 @@ class AttemptRunner:
         # The options of the task that ran last. None: it was a plain handler.
         self.task_options: AttemptOptions | None = None
         self._runs_tasks = bool(handlers.apps)
+        # Of the tasks that have run here, by their types.
+        self._known_options: dict[str | None, AttemptOptions] = {}
         tasks = [task for app in handlers.apps for task in app.tasks.values()]
         # If not, a job is not decoded before its position is published.
         self.has_task_timeouts = any(task.options.timeout_ms is not None for task in tasks)
@@ -131,7 +133,7 @@ class AttemptRunner:
                 data, job = self._read(job_id, record, fence)
             if self._runs_tasks:
                 self._decoded = None
-                self.task_options = self._handlers.options_of(job.type)
+                self.task_options = self._known_options.get(job.type) or self._options_of(job.type)
             if self._slot is not None:
                 job._reporter, job._position, job._attempts = self._reporter, self._slot.words[POSITION], self
             with _NO_SPAN if self._tracing is None else self._tracing.attempt(job):
@@ -139,7 +141,8 @@ class AttemptRunner:
                 # Not isinstance, which a user's class may override.
                 if type(result) is CoroutineType:
                     result = self._run_async(job_id, result)
-            if self._runs_tasks or record[:1] in _OWN_OPTIONS:
+            task_options = self.task_options
+            if (task_options is not None and task_options.keep_done_ms is not None) or record[:1] in _OWN_OPTIONS:
                 self._keep_own_result(result)
             elif self.max_result_bytes:
                 self.result = encode_result(result, self.max_result_bytes)
@@ -151,6 +154,12 @@ class AttemptRunner:
         finally:
             exit_if_forked_from(self._pid)
         return None
+
+    def _options_of(self, job_type: str | None) -> AttemptOptions | None:
+        options = self._handlers.options_of(job_type)
+        if options is not None:
+            self._known_options[job_type] = options
+        return options
 
     def _keep_own_result(self, result: Any) -> None:
         """Keeps the result as the job says, else its task, else the queue."""
