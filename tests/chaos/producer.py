@@ -45,8 +45,8 @@ _PAUSE_SECONDS = 0.07
 # Durations: most jobs are short; some are long enough to be still running when their supervisor is evicted.
 _SECONDS = (*[0.0] * 5, *[0.001, 0.005] * 3, *[0.02] * 4, 0.1, 0.1, 0.3)
 _AGAIN_SECONDS = 0.1
-# Options of single jobs. None of them lets a job fail that would succeed otherwise.
-_OPTIONS = (*[""] * 6, "r=20,b=20:50", "t=20000", "k=60000", "x=3600000", "t=15000,r=30,b=10,k=0,x=3600000")
+# Options of single jobs. None of them lets a job fail that would succeed otherwise, or its result expire.
+_OPTIONS = (*[""] * 6, "r=20,b=20:50", "t=20000", "k=3600000", "x=3600000", "t=15000,r=30,b=10,k=7200000,x=3600000")
 _MOST_IN_BULK = 20
 
 

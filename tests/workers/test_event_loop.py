@@ -84,7 +84,7 @@ def error(failure: Failure | None) -> Any:
 
 
 def test_jobs_of_all_workers_share_a_lock_and_a_pool(make: Made) -> None:
-    lock, pool = asyncio.Lock(), asyncio.Queue[int]()
+    lock, pool, both_used = asyncio.Lock(), asyncio.Queue[int](), asyncio.Event()
     for connection in range(2):
         pool.put_nowait(connection)
     total, inside, most = 0, 0, 0
@@ -94,6 +94,9 @@ def test_jobs_of_all_workers_share_a_lock_and_a_pool(make: Made) -> None:
         connection = await pool.get()
         inside += 1
         most = max(most, inside)
+        if inside == 2:
+            both_used.set()
+        await asyncio.wait_for(both_used.wait(), 30)
         async with lock:
             before = total
             await asyncio.sleep(0.001)
