@@ -40,6 +40,11 @@ def queue(redis_url: str) -> Iterator[OneQueue]:
         yield queue
 
 
+def script_calls(queue: OneQueue) -> int:
+    found = queue.redis.info("commandstats")
+    return sum(found[f"cmdstat_{name}"]["calls"] for name in ("fcall", "evalsha", "eval") if f"cmdstat_{name}" in found)
+
+
 class Waiting:
     """Runs queue.wait in its own thread."""
 
@@ -47,6 +52,7 @@ class Waiting:
         self._queue = queue
         self._id = job_id
         self._answer: list[Any] = []
+        self._calls_before = script_calls(queue)
         self._client = Client(queue.url)
         self._thread = threading.Thread(target=self._wait, args=(timeout,), daemon=True)
         self._thread.start()
@@ -60,8 +66,13 @@ class Waiting:
             self._client.close()
 
     def begun(self) -> "Waiting":
-        wait_until(lambda: self._id in waiters(self._queue), what="it is written down")
+        """It checks the job before it subscribes and again afterwards; from then on it depends on messages."""
+        self.wait_until_registered()
+        wait_until(lambda: script_calls(self._queue) >= self._calls_before + 2, what="it has checked twice")
         return self
+
+    def wait_until_registered(self) -> None:
+        wait_until(lambda: self._id in waiters(self._queue), what="it is registered")
 
     @property
     def waits(self) -> bool:
@@ -377,7 +388,7 @@ def test_a_job_that_ends_while_redis_is_restarted_is_found(redis_url: str) -> No
             assert waits["a"].result() == "kept"
             with pytest.raises(JobDead):
                 waits["b"].result()
-            waits["c"].begun()
+            waits["c"].wait_until_registered()
             worker.turn(done="c", keep=1, results={"c": '"later"'})
             assert waits["c"].result() == "later"
             assert waits["d"].waits
