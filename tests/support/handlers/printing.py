@@ -153,6 +153,20 @@ def say_slowly(data: Any, job: Job) -> None:
     print(f"total {number}")
 
 
+def say_in_step(data: Any, job: Job) -> None:
+    """The same, at most 200 lines ahead of a reader, which creates FILE.N after it has read N lines. A reader that is
+    further behind loses lines, because the log is rotated twice."""
+    number = 0
+    while not os.path.exists(data):
+        print(f"line {number} {'y' * 200}")
+        number += 1
+        time.sleep(0.002)
+        while number % 100 == 0 and number > 200 and not os.path.exists(f"{data}.{number - 200}"):
+            if os.path.exists(data):
+                return
+            time.sleep(0.002)
+
+
 def long_line(data: Any, job: Job) -> None:
     print("L" * data)
     os.write(1, b"R" * data + b"\n")
