@@ -219,3 +219,13 @@ def test_without_kept_results_the_call_fails_before_waiting(redis_url: str, app:
         with pytest.raises(UsageError, match="keeps no results"):
             read(enqueue(app))
         assert enqueue(app, keep_done="1h").state() == "waiting"
+
+
+def test_the_error_of_a_job_with_a_keep_done_of_its_own_is_raised(redis_url: str, app: forq.App, read: Read) -> None:
+    with one_queue(redis_url, keep_done_ms=0, max_retries=0, retry_lane_retries=0) as queue:
+        worker = queue.worker()
+        ref = enqueue(app, keep_done="1h")
+        worker.turn(want=1)
+        worker.turn(failed="a", error='{"name":"Oops","message":"no"}')
+        with pytest.raises(JobDead, match="Oops"):
+            read(ref)

@@ -13,7 +13,7 @@ from forq.api_types import Durable, Duration, IfExists, OwnOptions, RefState
 from forq.broker.enqueue import JobIdentity, NewJob, new_job
 from forq.errors import ArgumentsDoNotFit, ForqError, Permanent, Snooze, UnknownJob, UnknownQueue, UsageError
 from forq.job import RUNNING, Job, TaskResult
-from forq.job_options import AttemptOptions, pack_job_options
+from forq.job_options import AttemptOptions, check_attempt_options, pack_job_options
 from forq.settings import suggestion
 from forq.values import shown
 
@@ -140,8 +140,10 @@ class Prepared(NamedTuple, Generic[T]):
         if self.if_exists == "skip":
             # It may be the ref of a job that an earlier call stored.
             identity = None
-        # A keep_done of the job itself is stored in its record.
-        return JobRef(self.task, self.queue, id, identity, keeps=False if "keep_done" in self.options else None)
+        keeps: bool | None = None
+        if "keep_done" in self.options:
+            keeps = bool(check_attempt_options(keep_done=self.options["keep_done"]).keep_done_ms)
+        return JobRef(self.task, self.queue, id, identity, keeps=keeps)
 
 
 class Sender(Generic[P, T]):
