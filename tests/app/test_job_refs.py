@@ -10,7 +10,9 @@ import pytest
 
 import forq
 from forq.app.tasks import JobRef
+from forq.broker.results import ResultWaiter
 from forq.errors import ForqError, JobDead, UnknownJob, UnknownQueue, UsageError
+from forq.result_wait import ResultWait
 from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
 from tests.support.drive.wait import wait_until
 
@@ -229,3 +231,24 @@ def test_the_error_of_a_job_with_a_keep_done_of_its_own_is_raised(redis_url: str
         worker.turn(failed="a", error='{"name":"Oops","message":"no"}')
         with pytest.raises(JobDead, match="Oops"):
             read(ref)
+
+
+def test_a_job_behind_a_dead_one_is_found_after_a_long_outage(queue: OneQueue, app: forq.App) -> None:
+    queue.set_options(max_retries=0, retry_lane_retries=0)
+    worker = queue.worker()
+    enqueue(app)
+    worker.turn(want=1)
+    behind = enqueue(app)
+    wait = ResultWait("q", "a", None)
+    waiter = ResultWaiter(app.client.link(), app.client.prefix, "q", "a", behind._identity)
+    assert wait.check(waiter) is None
+    # Jobs are told apart by the millisecond of their enqueue.
+    time.sleep(0.002)
+    worker.turn(failed="a", error='{"name":"Oops","message":"no"}')
+    # Its registration and the stored end have expired meanwhile.
+    queue.redis.delete(queue.key("waiters"), *queue.redis.keys("*:told:*"))
+    assert wait.check(waiter) is None
+    run_next(worker, '"behind"')
+    done = wait.check(waiter)
+    assert done is not None
+    assert done.result == "behind"

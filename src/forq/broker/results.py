@@ -215,9 +215,9 @@ class ResultWaiter:
         return WaitStatus(WaitTarget(epoch, mark), state, fence, read_done(reply[5]) if len(reply) > 5 else None)
 
     def is_other_job(self, status: WaitStatus) -> bool:
-        """Whether the job that ended is one that the wanted job was blocked behind: then check again from the start."""
-        ended = bool(status.target.mark) and status.state in ("done", "dead", "cancelled")
-        return ended and is_ahead(self.identity, status.fence)
+        """Whether the job that ended is one that the wanted job was blocked behind: then check again from the start.
+        That may be unknown (gone). The check from the start finds the wanted job, or has no mark."""
+        return bool(status.target.mark) and status.state != "live" and is_ahead(self.identity, status.fence)
 
     def why_not_kept(self) -> str:
         return why_not_kept(self._link, self._base, self.queue)
