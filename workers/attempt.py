@@ -118,8 +118,8 @@ class AttemptRunner:
         self._tracing = tracing
         self._owns_event_loop = event_loop is None
         self._event_loop = event_loop or EventLoop()
-        # The coroutine of the running job.
-        self._run: Run | None = None
+        # The coroutine of the running job, with the job's position.
+        self._run: tuple[int, Run] | None = None
         self._pid = os.getpid()
 
     def run(self, job_id: str, record: bytes, fence: int) -> Failure | None:
@@ -227,8 +227,10 @@ class AttemptRunner:
         if slot is None:
             return self._event_loop.finish(self._event_loop.begin(coroutine, job_id, None), 0)
         slot.lenience_ms = CANCEL_MS
-        run = self._run = self._event_loop.begin(coroutine, job_id, slot.words)
-        if self.killed == slot.words[POSITION]:
+        position = slot.words[POSITION]
+        run = self._event_loop.begin(coroutine, job_id, slot.words)
+        self._run = position, run
+        if self.killed == position:
             self._event_loop.cancel(run, self._killed_as)
         try:
             return self._event_loop.finish(run, self.timeout_seconds)
@@ -248,20 +250,21 @@ class AttemptRunner:
 
     def cancel(self, position: int | None, outcome: Cancelled) -> None:
         """Minder: the job at this position (None: any) has to end. Cancels a coroutine; the supervisor kills others."""
-        if self._slot is None or position not in (None, self._slot.position):
+        # Read once: meanwhile the worker may start the next job.
+        if self._slot is None or position not in (None, at := self._slot.position):
             return
         # In this order: the worker reads `killed` after it has set `_run`.
-        self._killed_as, self.killed = outcome, self._slot.position
-        if (run := self._run) is not None:
-            self._event_loop.cancel(run, outcome)
+        self._killed_as, self.killed = outcome, at
+        if (running := self._run) is not None and position in (None, running[0]):
+            self._event_loop.cancel(running[1], outcome)
 
     def coroutine_stack(self) -> str | None:
         """Minder: where the coroutine of the running job is; None if no coroutine runs."""
-        run = self._run
-        if run is None:
+        running = self._run
+        if running is None:
             return None
         # Coroutines and tasks may be objects of the user.
-        return safe_text(lambda: coroutine_stack(run, self._event_loop))
+        return safe_text(lambda: coroutine_stack(running[1], self._event_loop))
 
     def close(self) -> None:
         """Stops programs."""

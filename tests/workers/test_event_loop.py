@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, cast
 
 import orjson
 import pytest
@@ -268,6 +268,40 @@ def test_a_job_that_ends_normally_is_not_interrupted_by_a_late_kill(make: Made) 
     workers.attempts[0].cancel(None, Cancelled.REMOVED)
     workers.run(0, "next")
     assert workers.attempts[0].interrupted is None
+
+
+def test_a_kill_that_comes_when_its_job_has_just_ended_does_not_cancel_the_next(make: Made) -> None:
+    running, released = threading.Event(), threading.Event()
+
+    async def handle(data: Any, job: Job) -> None:
+        running.set()
+        while not released.is_set():
+            await asyncio.sleep(0.001)
+        await asyncio.sleep(0)
+
+    workers = make(handle)
+    slot, attempts = workers.slots[0], workers.attempts[0]
+    killed = pack_position(time.monotonic_ns(), 1, 7, True)
+    outcome = workers.start(0, "next")
+    assert running.wait(30)
+
+    class Changing:
+        """The slot at the moment when the worker starts the next job."""
+
+        reads = 0
+
+        @property
+        def position(self) -> int:
+            self.reads += 1
+            return killed if self.reads == 1 else slot.position
+
+    attempts._slot = cast(Slot, Changing())
+    attempts.cancel(killed, Cancelled.REMOVED)
+    attempts._slot = slot
+    released.set()
+    workers.join()
+    assert outcome == [None]
+    assert attempts.interrupted is None
 
 
 @pytest.mark.parametrize("awaits", [False, True])
