@@ -200,6 +200,10 @@ class EventLoop:
         loop, thread = self._loop, self._thread
         if loop is not None and thread is not None and thread.ident == threading.get_ident():
             loop.stop()
+            # stop() lets the loop finish its pass, which may include steps of other jobs. asyncio has no public way to
+            # drop them; the IndexError that follows ends run_forever.
+            if (ready := getattr(loop, "_ready", None)) is not None:
+                ready.clear()
 
 
 class Run:

@@ -339,6 +339,41 @@ def test_a_forked_process_runs_no_other_job(make: Made, awaits: bool) -> None:
     assert os.read(read, 10) == b"x"
 
 
+def test_a_process_forked_by_a_task_of_a_job_runs_no_step_of_another(make: Made) -> None:
+    read, write = os.pipe()
+    pids: list[int] = []
+    both = asyncio.Event()
+    ready: list[str] = []
+
+    async def forks() -> None:
+        await both.wait()
+        pid = os.fork()
+        if pid:
+            pids.append(pid)
+
+    async def handle(data: Any, job: Job) -> None:
+        task = asyncio.create_task(forks()) if job.id == "forks" else None
+        await asyncio.sleep(0)
+        ready.append(job.id)
+        if task is not None:
+            await task
+            return
+        # In the same pass of the loop as the fork, and after it.
+        await both.wait()
+        os.write(write, b"x")
+
+    workers = make(handle, 2)
+    outcomes = [workers.start(0, "forks")]
+    wait_until(lambda: ready == ["forks"], what="it waits")
+    outcomes.append(workers.start(1, "other"))
+    wait_until(lambda: ready == ["forks", "other"], what="both wait")
+    workers.event_loop.call(both.set)
+    workers.join()
+    assert outcomes == [[None], [None]]
+    os.waitpid(pids[0], 0)
+    assert os.read(read, 10) == b"x"
+
+
 def steps(slots: list[Slot]) -> list[bool]:
     return [slot.step_ns > 0 for slot in slots]
 
