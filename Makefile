@@ -54,7 +54,7 @@ run: setup ## start a supervisor with a sample app and two sample queues, in the
 	  '  make hello                                  enqueues a job of the sample app, and prints its result' \
 	  "  $(CTL) push hello '{\"name\": \"world\"}'     prints the id of the job" \
 	  '  $(CTL) status' \
-	  "  $(CTL) job slow \$$($(CTL) push slow '{\"seconds\": 60}')" \
+	  "  $(CTL) job slow \$$($(CTL) push slow '{\"seconds\": 10}')" \
 	  'Ctrl-C stops it.' ''
 	@cd etc/examples && exec $(abspath $(BIN)/forq) run --config sample.toml --app greetings:app --state-dir $(abspath $(STATE_DIR))
 
