@@ -20,7 +20,9 @@ class ResultWait:
     def __init__(self, queue: str, job_id: str, timeout_seconds: float | None) -> None:
         self.target: WaitTarget | None = None
         self._deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        self._timeout_seconds = timeout_seconds
         self._job = f"job {job_id!r} of queue {queue!r}"
+        self._why = f"`forqctl why {queue} {job_id}` explains why"
 
     def check(self, waiter: ResultWaiter) -> DoneJob | None:
         """None if the job has not ended. This registers the waiter: later changes are published to it."""
@@ -53,7 +55,7 @@ class ResultWait:
         if self._deadline is None:
             return check_at - time.monotonic()
         if time.monotonic() >= self._deadline:
-            raise WaitTimeout(f"{self._job} has not ended yet")
+            raise WaitTimeout(f"{self._job} has not ended within {self._timeout_seconds:g} s; {self._why}")
         return min(check_at, self._deadline) - time.monotonic()
 
     def concerns(self, messages: Iterable[str]) -> bool:

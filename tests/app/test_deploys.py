@@ -26,7 +26,7 @@ async def asend(to: str) -> None:
 ENQUEUED = 1_700_000_000.0
 
 
-def run(job_type: str, data: Any, age_seconds: float, snoozes: int) -> BaseException:
+def run(job_type: str | None, data: Any, age_seconds: float, snoozes: int) -> BaseException:
     fence = int((ENQUEUED + age_seconds) * 1e6)
     job = Job("shop", "j1", "j1", job_type, 5, ENQUEUED, fence, snoozes=snoozes)
 
@@ -42,6 +42,7 @@ def run(job_type: str, data: Any, age_seconds: float, snoozes: int) -> BaseExcep
 
 UNFIT = [
     ("unknown", {}, "app 'shop' has no task 'unknown'; it has: asend, send"),
+    (None, {}, "app 'shop' needs the name of a task as the job's type; it has: asend, send"),
     ("send", {"other": 1}, "the arguments do not fit task send, send(to: str) -> None: it has no parameter 'other'"),
     ("asend", {}, "the arguments do not fit task asend, asend(to: str) -> None: the data lacks to"),
 ]
@@ -50,7 +51,7 @@ UNFIT = [
 @pytest.mark.parametrize(("job_type", "data", "reason"), UNFIT)
 @pytest.mark.parametrize(("age", "snoozes"), [(0, 0), (DEPLOY_SECONDS - 1, 1000), (1e6, 0), (1e6, DEPLOY_SNOOZES - 1)])
 def test_a_job_that_another_version_may_know_is_snoozed(
-    job_type: str, data: Any, reason: str, age: float, snoozes: int
+    job_type: str | None, data: Any, reason: str, age: float, snoozes: int
 ) -> None:
     raised = run(job_type, data, age, snoozes)
     assert isinstance(raised, forq.Snooze)
@@ -59,7 +60,9 @@ def test_a_job_that_another_version_may_know_is_snoozed(
 
 
 @pytest.mark.parametrize(("job_type", "data", "reason"), UNFIT)
-def test_after_ten_minutes_it_is_dead_with_the_signature_in_its_message(job_type: str, data: Any, reason: str) -> None:
+def test_after_ten_minutes_it_is_dead_with_the_signature_in_its_message(
+    job_type: str | None, data: Any, reason: str
+) -> None:
     raised = run(job_type, data, DEPLOY_SECONDS, DEPLOY_SNOOZES)
     assert isinstance(raised, forq.Permanent)
     assert str(raised) == reason

@@ -96,6 +96,14 @@ def test_drain_returns_when_no_job_waits_or_runs(queue: OneQueue, q: Queue) -> N
     assert drained.is_set()
 
 
+def test_a_wait_that_times_out_names_the_command_that_explains_why(queue: OneQueue, q: Queue) -> None:
+    queue.registry.configure("q", {"keep_done_ms": 3_600_000}, {})
+    queue.enqueue("a")
+    text = r"^job 'a' of queue 'q' has not ended within 0\.01 s; `forqctl why q a` explains why$"
+    with pytest.raises(WaitTimeout, match=text):
+        q.wait("a", timeout=0.01)
+
+
 def test_a_drain_timeout_reports_what_is_left_and_why(queue: OneQueue, q: Queue) -> None:
     queue.enqueue("a", "b")
     with pytest.raises(

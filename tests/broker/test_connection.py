@@ -64,6 +64,18 @@ def test_an_unreachable_server_is_reported_with_its_address(tmp_path: Path) -> N
 
 
 @pytest.mark.one_server
+def test_an_absent_embedded_server_is_reported_with_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("FORQ_REDIS", raising=False)
+    advice = r"; is a supervisor \(forq run\) running with this state directory\? If not: .* set FORQ_STATE_DIR$"
+    with pytest.raises(RedisUnavailable, match=advice):
+        Link(f"unix://{tmp_path}/redis.sock").call("PING")
+    (tmp_path / "redis.sock").touch()
+    for socket_name in ("redis.sock", "other.sock"):
+        with pytest.raises(RedisUnavailable) as caught:
+            Link(f"unix://{tmp_path}/{socket_name}").call("PING")
+        assert "supervisor" not in str(caught.value)
+
+
 def test_a_connection_is_not_shared_with_a_forked_process(redis_url: str) -> None:
     link = Link(redis_url)
     link.fetch_client_id(at="")

@@ -245,6 +245,13 @@ def test_a_queue_that_keeps_no_results_explains_how_to_keep_them(queue: OneQueue
         queue.inspector.job("a")
 
 
+def test_a_queue_whose_tasks_keep_results_does_not_claim_to_keep_none(queue: OneQueue) -> None:
+    run(queue, queue.worker(), "a")
+    queue.registry.configure("q", {"keep_done_ms": 0}, {})
+    with pytest.raises(UnknownJob, match=r"its queue keeps only results of tasks and jobs with their own keep_done; `"):
+        queue.inspector.job("b")
+
+
 def test_a_release_queue_does_not_mention_results(redis_url: str) -> None:
     with (
         one_queue(redis_url, "r", "on_request") as queue,

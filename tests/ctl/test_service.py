@@ -66,6 +66,22 @@ def test_status_of_one_queue_shows_its_first_items_and_the_command_for_the_rest(
     assert forqctl(fake, "status", "emails")[1].splitlines()[-1] == "19  -"
 
 
+def test_status_names_apps_that_are_being_imported_or_could_not_be_read(fake: FakeSupervisor) -> None:
+    error = {"at": 1_700_000_000.5, "message": "it has no app", "traceback": None}
+    apps = [
+        {"name": "fine", "app": "fine:app", "state": "running", "queues": [], "error": None},
+        {"name": None, "app": "slow:app", "state": "reading", "queues": [], "error": None},
+        {"name": None, "app": "bad:app", "state": "config_error", "queues": [], "error": error},
+        {"name": "old", "app": "old:app", "state": "running", "queues": [], "error": error},
+    ]
+    fake.answers["status"] = {**whole_status(queue_status()), "apps": apps}
+    assert forqctl(fake, "status")[1].splitlines()[2:] == [
+        "app slow:app: is being imported; its queues start after that",
+        "app bad:app: could not be read at 2023-11-14T22:13:20.500Z: it has no app",
+        "app old: could not be read at 2023-11-14T22:13:20.500Z: its queues run the old code: it has no app",
+    ]
+
+
 def test_status_shows_holders_and_waiters_of_capacity_during_a_shortage(fake: FakeSupervisor) -> None:
     holds = {"worker": "a main", "units": 80, "priority": 1, "in_use": True, "seconds": 61.2}
     keeps = {"worker": "b main", "units": 10, "priority": 0, "in_use": False, "seconds": 5}

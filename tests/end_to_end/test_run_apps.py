@@ -153,7 +153,7 @@ def test_an_app_that_cannot_be_read_is_shown_and_the_others_run(tmp_path: Path) 
         assert "RuntimeError: no database" in broken["error"]["message"]
         assert f'File "{tmp_path}/broken_tasks.py", line 2' in broken["error"]["traceback"]
         assert f'File "{tmp_path}/broken_tasks.py", line 2' in forq.log
-        assert "app broken_tasks:app: cannot be read since" in forq.ctl("status")
+        assert "app broken_tasks:app: could not be read at" in forq.ctl("status")
         unhealthy = forq.run_ctl("status", "--check")
         assert unhealthy.returncode == 3
         assert "app broken_tasks:app cannot be read" in unhealthy.stderr

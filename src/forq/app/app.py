@@ -355,7 +355,8 @@ class App:
         task = self._by_type.get(job.type or "")
         if task is None:
             known = ", ".join(sorted(self.tasks)) or "none"
-            raise later_or_dead(job, f"app {self.name!r} has no task {shown(job.type)}; it has: {known}")
+            problem = f"has no task {shown(job.type)}" if job.type else "needs the name of a task as the job's type"
+            raise later_or_dead(job, f"app {self.name!r} {problem}; it has: {known}")
         return task.run_job(data, job)
 
     def _register(self, given: Mapping[str, Any], function: Callable[..., Any]) -> Task[..., Any]:

@@ -127,9 +127,8 @@ def _run_at_argument(run_at: datetime | float | None, run_in: timedelta | float 
 
 def _milliseconds(seconds: object, name: str, given: object) -> int:
     if isinstance(seconds, bool) or not isinstance(seconds, int | float) or not 0 <= seconds <= MAX_SECONDS:
-        raise UsageError(
-            f"{name} {shown(given)} is not allowed: seconds from 0 to {MAX_SECONDS}, or a date with a zone"
-        )
+        other = "a timedelta" if name == "run_in" else "a datetime with a zone"
+        raise UsageError(f"{name} {shown(given)} is not allowed: seconds from 0 to {MAX_SECONDS}, or {other}")
     # Rounds up, so that no job runs before its time. Rounding to microseconds first removes float noise.
     return -(-round(seconds * 1_000_000) // 1000)
 

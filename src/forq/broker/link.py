@@ -302,9 +302,17 @@ class Link:
                 self._address, self.name, self.timeout_seconds, self.connect_timeout_seconds, self.connection_kind
             )
         except OSError as exc:
-            raise RedisUnavailable(f"cannot reach Redis at {self.shown_url}: {_reason_of(exc)}") from exc
+            reason = _reason_of(exc).removesuffix(".") + self._advice()
+            raise RedisUnavailable(f"cannot reach Redis at {self.shown_url}: {reason}") from exc
         self._connection, self._pid = connection, os.getpid()
         return connection
+
+    def _advice(self) -> str:
+        """What to do if it is the embedded server of a supervisor that does not run."""
+        path = self.url.removeprefix("unix://")
+        if os.environ.get("FORQ_REDIS") or not path.endswith("/redis.sock") or os.path.lexists(path):
+            return ""
+        return "; is a supervisor (forq run) running with this state directory? If not: start it, or set FORQ_STATE_DIR"
 
     def _to_node(self, url: str) -> "Link":
         return type(self)(

@@ -76,7 +76,8 @@ def why_not_kept(link: Link, base: str, queue: str) -> str:
     # A queue of an earlier release may lack some of these options.
     seconds, most = int(keep_ms or 0) / 1000, int(OPTIONS["done_max"].default if done_max is None else done_max)
     if not seconds:
-        return f"its queue keeps no results; `forqctl set {queue} keep_done=1h` keeps those of jobs that end after it"
+        kept = "no results" if not count else "only results of tasks and jobs with their own keep_done"
+        return f"its queue keeps {kept}; `forqctl set {queue} keep_done=1h` keeps those of jobs that end after it"
     if count >= most:
         since = f", currently those since {show_time(float(oldest[1]) / 1000)}" if oldest else ""
         more = min(int(OPTIONS["done_max"].highest), max(10 * most, 10_000))

@@ -114,11 +114,13 @@ def _print_status(status: dict[str, Any], in_detail: bool) -> None:
         if queue.get("limits") and (in_detail or queue["limits"]["limited_workers"]):
             print(f"{printable(queue['name'])}: {_limits_text(queue['limits'])}")
     for app in status.get("apps", ()):
+        name = printable(app["name"] or app["app"])
         if error := app["error"]:
-            name = printable(app["name"] or app["app"])
             runs = "its queues run the old code: " if app["state"] == "running" else ""
-            print(f"app {name}: cannot be read since {iso_time(error['at'])}: {runs}{printable(error['message'])}")
+            print(f"app {name}: could not be read at {iso_time(error['at'])}: {runs}{printable(error['message'])}")
             _print_traceback(error["traceback"], in_detail=True)
+        elif app["state"] == "reading":
+            print(f"app {name}: is being imported; its queues start after that")
     if in_detail:
         for queue in status["queues"]:
             _print_queue(queue)
