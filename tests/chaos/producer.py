@@ -38,8 +38,8 @@ MISDEEDS = {
     "daemonise": (8, (1,)),
     "keep": (3, (1,)),
 }
-# Always included: without failures, fail handlers and scribes have nothing to do.
-USUAL = ("permanent",)
+# Always included: without failures, fail handlers and scribes have nothing to do; snoozes do no harm.
+USUAL = ("permanent", "snooze")
 
 _PAUSE_SECONDS = 0.07
 # Durations: most jobs are short; some are long enough to be still running when their supervisor is evicted.
