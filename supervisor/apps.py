@@ -188,7 +188,8 @@ class Apps:
         if error is None:
             assert result.definitions is not None
             self._accept(app, result.definitions)
-            self._open_queues(app, result.definitions)
+            for spec in result.definitions.queues:
+                self._open_queue(app, spec)
             self._restart_again(app)
             return
         if app.waiting:
@@ -252,17 +253,22 @@ class Apps:
                 if name not in self._queues.of_apps:
                     log.error("%s has no handler, and no app has a queue of this name", override.where)
 
-    def _open_queues(self, app: ServedApp, definitions: Definitions) -> None:
-        for spec in definitions.queues:
-            known = self._queues.by_name.get(spec.name)
-            app.applied[spec.name] = spec
-            # A known one was created at run time, before the app defined it.
-            if known is not None and (known.wanted or known.has_successors):
-                self._queues.replace(known, spec, None, partial(_log_error, spec.name))
-                continue
-            if known is not None:
-                known.abandon()
-            self._queues.add_declared(spec)
+    def _open_queue(self, app: ServedApp, spec: QueueSpec) -> None:
+        if self._stopping or app.specs.get(spec.name) is not spec or spec.name in app.applied:
+            return
+        # A known one was created at run time, before the app defined it.
+        known = self._queues.by_name.get(spec.name)
+        if known is not None and known.has_successors:
+            # Another request creates, restarts or changes it.
+            self._loop.call_later(RETRY_SECONDS, partial(self._open_queue, app, spec))
+            return
+        app.applied[spec.name] = spec
+        if known is not None and known.wanted:
+            self._queues.replace(known, spec, None, partial(_log_error, spec.name))
+            return
+        if known is not None:
+            known.abandon()
+        self._queues.add_declared(spec)
 
     def _read_for_restart(self, app: ServedApp, seconds: float, then: Restarted, result: CensusResult) -> None:
         error = result.error or self._conflict(app, result.definitions)

@@ -7,11 +7,14 @@ from unittest.mock import MagicMock
 
 import pytest
 
+from forq.app_spec import AppSpec, Definitions
 from forq.errors import ExitCode, ForqError, IncompatibleProtocol, InvalidOption, RedisUnavailable, UnknownQueue
 from forq.procs.scoreboard import Scoreboard
 from forq.queue_spec import QueueSpec
 from forq.settings import defaults
 from forq.supervisor import process as process_module
+from forq.supervisor.apps import Apps
+from forq.supervisor.census import CensusResult
 from forq.supervisor.queues import MAX_REJOINS, REJOIN_SECONDS, Queues
 from forq.supervisor.services import RETRY_SECONDS
 from tests.supervisor.fakes import CRASHED, FakeChild, FakeLoop, fake_child_class
@@ -297,3 +300,26 @@ def import_all(stage: Stage) -> None:
         if not child.stopping and not child.ended:
             child.receive(imported=True)
     stage.loop.run()
+
+
+def test_an_app_takes_over_a_queue_when_another_request_has_changed_it(stage: Stage) -> None:
+    stage.serve("mails")
+    results: list[ForqError | None] = []
+    before = len(stage.children)
+    stage.queues.restart(stage.queues.by_name["mails"], 60, results.append)
+    config = MagicMock(apps=(AppSpec("shop", "shop:app", ()),), queues=(), overrides={}, capacity=100)
+    config.options_of = lambda spec: {**defaults(spec.mode), **spec.options}
+    apps = Apps(config, stage.state, stage.loop, stage.services, stage.queues, lambda: None)  # type: ignore[arg-type]
+    wanted = spec_of("mails", concurrency=2), spec_of("feeds")
+    apps._read_at_start(apps.all[0], CensusResult(Definitions("shop", wanted, {}, {}), None, frozenset()))
+    assert "feeds" in stage.queues.by_name, "the other queues of the app do not wait"
+    stage.loop.run()
+    for child in stage.children[before:]:
+        child.receive(imported=True)
+    stage.loop.run()
+    stage.kill_all()
+    assert results == [None]
+    stage.loop.run(RETRY_SECONDS)
+    stage.kill_all()
+    assert stage.queues.by_name["mails"].spec == wanted[0]
+    assert set(apps.all[0].applied) == {"mails", "feeds"}
