@@ -40,9 +40,14 @@ def _restart_error(queue: ServedQueue, *, traces: bool) -> dict[str, Any] | None
     return error if error is None or traces else {**error, "traceback": None}
 
 
-def _describe_other(name: str, counts: dict[str, Any], *, unserved: bool, items: bool) -> dict[str, Any]:
-    """A queue that this supervisor does not serve."""
+def _describe_other(
+    name: str, counts: dict[str, Any], apps: list[str], *, unserved: bool, items: bool
+) -> dict[str, Any]:
+    """A queue that this supervisor, which serves these apps, does not serve."""
     how = f"`forqctl create {name} --handler MODULE:FUNCTION --path DIR` makes this one serve it"
+    if unserved and apps:
+        app = apps[0] if len(apps) == 1 else "APP"
+        how = f"if it is new in the code of an app: `forqctl restart --app {app}`; else {how}"
     return {
         "name": name,
         "mode": counts["mode"],
@@ -91,10 +96,11 @@ class StatusVerb:
             # A queue without counts is being created or deleted.
             names = wanted or [*served, *(name for name in unserved if known.get(name) is not None)]
             traces = request.params.get("traces") is not False
+            apps = [app.label for app in self._supervisor.apps.all]
             queues = [
                 self._describe(name, known.get(name), items=bool(wanted), traces=traces)
                 if name in served
-                else _describe_other(name, known[name], unserved=name in unserved, items=bool(wanted))
+                else _describe_other(name, known[name], apps, unserved=name in unserved, items=bool(wanted))
                 for name in names
             ]
             described = {

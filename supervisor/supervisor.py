@@ -182,7 +182,7 @@ class Supervisor:
         troubles = [f"{states.count(state)} {state}" for state in ("flapping", "config_error") if state in states]
         unread = sum(app.error is not None for app in self.apps.all)
         return [
-            f"{len(states)} queues",
+            f"{len(states)} queue{'' if len(states) == 1 else 's'}",
             *troubles,
             *([f"{unread} app{'' if unread == 1 else 's'} with errors"] if unread else []),
         ]

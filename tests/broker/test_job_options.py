@@ -7,11 +7,13 @@ import pytest
 from forq.broker.claim import Settled, Turn
 from forq.broker.dead import DeadJobs
 from forq.broker.enqueue import JobIdentity, NewJob, Update, new_job
+from forq.broker.explain import why
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.record import stored_options, unpack
 from forq.broker.results import ResultWaiter, WaitStatus
 from forq.broker.scripts import Fate
 from forq.errors import UsageError, WrongMode
+from forq.values import show_time
 from tests.support.drive.one_queue import NO, HandWorker, OneQueue, one_queue
 
 HOUR_MS = 3_600_000
@@ -248,6 +250,10 @@ def test_a_snoozed_job_runs_again_without_being_counted(queue: OneQueue) -> None
     assert fail(worker, kind="snooze", retry_at="+5000") == Fate("snoozed", 5000, 1, 1)
     shown = queue.inspector.job("a")
     assert (shown["state"], shown["snooze_count"], shown["retry_count"], shown["attempts"]) == ("scheduled", 1, 0, [])
+    assert why(queue.link, DEFAULT_PREFIX, "q", "a") == (
+        "scheduled",
+        f"it is scheduled for {show_time(shown['run_at'])}; it was snoozed: `forqctl logs q --job a` shows why",
+    )
     make_due(queue)
     worker.turn(want=1)
     fail(worker, kind="snooze", retry_at="1")

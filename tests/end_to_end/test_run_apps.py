@@ -164,6 +164,17 @@ def test_an_app_that_cannot_be_read_is_shown_and_the_others_run(tmp_path: Path) 
         assert apps(forq)["fixed"]["error"] is None
 
 
+def test_an_unserved_queue_beside_an_app_names_the_restart_of_the_app(tmp_path: Path) -> None:
+    (tmp_path / "shop_tasks.py").write_text(SHOP)
+    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+        wait_for_queue(forq, "mails")
+        forq.client().create_queue("new")
+        assert (
+            "new: unserved: no supervisor serves it; if it is new in the code of an app: `forqctl restart --app shop`; "
+            "else `forqctl create new --handler MODULE:FUNCTION --path DIR` makes this one serve it"
+        ) in forq.ctl("status", "new").splitlines()
+
+
 def test_a_queue_belongs_to_one_app(tmp_path: Path) -> None:
     (tmp_path / "shop_tasks.py").write_text(SHOP)
     (tmp_path / "twin_tasks.py").write_text("import forq\napp = forq.App('twin')\napp.queue('mails')\n")

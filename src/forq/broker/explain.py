@@ -70,7 +70,7 @@ def _reason(link: Link, prefix: str, inspector: Inspector, job: dict[str, Any]) 
     if counts.paused:
         return f"its queue is paused; `forqctl resume {name}` resumes it"
     if state == "scheduled":
-        return f"it is scheduled for {show_time(job['run_at'])}{_last_attempt(job)}"
+        return f"it is scheduled for {show_time(job['run_at'])}{_last_attempt(name, job)}"
     if state == "retry":
         return (
             f"it has used up its retries and waits in the retry lane until no other job waits ({counts.waiting} wait)"
@@ -139,9 +139,10 @@ def _suspect_reason(link: Link, base: str, job: dict[str, Any]) -> str:
     return f"suspect: its process crashed with several jobs running; it will be retried alone; {before}"
 
 
-def _last_attempt(job: dict[str, Any]) -> str:
+def _last_attempt(name: str, job: dict[str, Any]) -> str:
     if not job["attempts"]:
-        return ""
+        why = f"; it was snoozed: `forqctl logs {name} --job {job['id']}` shows why"
+        return why if job.get("snooze_count") else ""
     last = job["attempts"][-1]
     return f", after attempt {job['retry_count']} {last['outcome']}: {_error(last['error']) or last['cause']}"
 

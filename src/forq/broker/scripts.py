@@ -180,7 +180,10 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
     if code == TOO_MANY_SCHEDULES:
         return TooManySchedules(f"queue {queue!r} has {detail[0]} schedules already; nothing was set")
     if code == KEEPS_NOTHING:
-        return UsageError(f"queue {queue!r} keeps no results; to keep them: forqctl set {queue} keep_done=1h")
+        return UsageError(
+            f"queue {queue!r} keeps no results; to keep them: forqctl set {queue} keep_done=1h, or for one task: "
+            '@app.task(keep_done="1h")'
+        )
     return ForqError(f"unexpected reply {reply!r} about queue {queue!r}")
 
 
