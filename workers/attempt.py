@@ -124,7 +124,7 @@ class AttemptRunner:
 
     def run(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned."""
-        self.result = self.interrupted = self.keep_done_ms = None
+        self.result = self.interrupted = self.keep_done_ms = self.task_options = None
         self._record = record
         try:
             if self._decoded is not None and self._decoded[0] is record:
@@ -207,8 +207,8 @@ class AttemptRunner:
             data, job = self._read(job_id.decode(errors="replace"), record, fence)
             self._decoded = record, data, job
             options = self._handlers.options_of(job.type)
-        except InvalidData:
-            # A broken record. The attempt reports it.
+        except (InvalidData, TypeError):
+            # A broken record, or a type that is a list or an object. The attempt reports it.
             return None
         return None if options is None else options.timeout_ms
 

@@ -9,7 +9,7 @@ from typing import Any
 import orjson
 import pytest
 
-from forq import Job, Permanent, RetryAt, Snooze
+from forq import App, Job, Permanent, RetryAt, Snooze
 from forq.broker.claim import Limits
 from forq.broker.record import pack_body
 from forq.errors import UsageError
@@ -262,3 +262,28 @@ def test_exception_names_are_truncated_to_200_characters() -> None:
     error = attempt(handle)
     assert (error["name"], error["message"]) == ("E" * 200, "why")
     assert len(orjson.dumps(error)) < 10_000
+
+
+APP = App("q")
+
+
+@APP.task(timeout="30s", max_retries=9)
+def send() -> None: ...
+
+
+def tasks_of_an_app() -> AttemptRunner:
+    return AttemptRunner("q", Handlers({None: APP}))
+
+
+def test_a_broken_record_has_no_options_of_the_task_that_ran_before() -> None:
+    attempts = tasks_of_an_app()
+    assert attempts.run("a", b"p5 1700000000123\n" + pack_body({}, None, "send"), 1) is None
+    assert attempts.task_options is not None
+    assert attempts.run("b", b"p5 1700000000123\nbroken", 1) is not None
+    assert attempts.task_options is None
+
+
+def test_a_record_whose_type_is_not_text_fails_and_does_not_end_the_worker() -> None:
+    attempts, record = tasks_of_an_app(), b'p5 1700000000123\n[null,["send"],{}]'
+    assert attempts.own_timeout_ms(b"a", record, 1) is None
+    assert attempts.run("a", record, 1) is not None
