@@ -17,7 +17,7 @@ import pytest
 import forq
 from forq.async_client import AsyncClient, AsyncQueue, AsyncRelease
 from forq.broker import async_subscription
-from forq.broker.async_connection import run_blocking
+from forq.broker.async_connection import run_blocking, wait_for
 from forq.broker.enqueue import new_job
 from forq.client import Client, Queue, Release
 from forq.errors import (
@@ -273,6 +273,23 @@ def test_context_variables_of_the_caller_are_visible(queue: OneQueue) -> None:
         assert seen == ["outside"]
 
     run(queue.url, test)
+
+
+def test_a_call_continues_after_the_garbage_collector_has_closed_another() -> None:
+    async def main() -> None:
+        abandoned = run_blocking(lambda: wait_for(asyncio.get_running_loop().create_future()))
+        abandoned.send(None)
+
+        def call() -> str:
+            # As the garbage collector does at any place.
+            abandoned.close()
+            wait_for(asyncio.sleep(0))
+            return "done"
+
+        assert await run_blocking(call) == "done"
+        assert await run_blocking(lambda: wait_for(asyncio.sleep(0, "next"))) == "next"
+
+    asyncio.run(main())
 
 
 def test_200_calls_at_once_use_at_most_the_allowed_connections(server: Server, queue: OneQueue) -> None:

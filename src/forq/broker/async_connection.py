@@ -73,6 +73,8 @@ async def run_blocking(function: Callable[[], T]) -> T:
         try:
             reply = await value
         except BaseException as exc:
+            # The garbage collector may close this coroutine inside the greenlet of another call. That one continues.
+            runner.parent = getcurrent()
             value = runner.throw(exc)
         else:
             value = runner.switch(reply)
