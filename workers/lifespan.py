@@ -53,13 +53,14 @@ class Lifespans:
         """Raises LifespanFailed."""
         for name, hook, is_async in self._lifespans:
             entering = _AsyncLifespan(hook, self._event_loop, self._limit_seconds) if is_async else _SyncLifespan(hook)
-            with _Limit(self._failed, name, "did not yield", self._limit_seconds):
-                try:
+            try:
+                with _Limit(self._failed, name, "did not yield", self._limit_seconds):
                     entering.enter()
-                except BaseException as exc:  # user code may raise anything, even SystemExit
-                    failed = self._failed(name, "failed", exc)
-                    self.leave()
-                    raise failed from exc
+            except BaseException as exc:  # user code may raise anything, even SystemExit
+                failed = self._failed(name, "failed", exc)
+                # Outside the limit: the others have time limits of their own.
+                self.leave()
+                raise failed from exc
             self._entered.append(entering)
 
     def leave(self) -> None:

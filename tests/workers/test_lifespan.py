@@ -144,3 +144,18 @@ def test_a_sync_lifespan_that_hangs_ends_the_process(event_loop: EventLoop, monk
     lifespans(event_loop, hangs, limit_seconds=0.05).enter()
     assert str(GIVEN_UP[0]) == "the lifespan hangs did not yield within 0.05 s"
     assert "in hangs" in str(GIVEN_UP[0].traceback)
+
+
+def ends_slowly() -> Iterator[None]:
+    yield
+    time.sleep(0.8)
+
+
+def test_a_lifespan_that_hangs_leaves_the_others_their_own_time(
+    event_loop: EventLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    GIVEN_UP.clear()
+    monkeypatch.setattr(lifespan_module, "GRACE_SECONDS", 0.5)
+    with pytest.raises(LifespanFailed, match="async_hangs"):
+        lifespans(event_loop, ends_slowly, async_hangs, limit_seconds=1).enter()
+    assert GIVEN_UP == []
