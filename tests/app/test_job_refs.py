@@ -252,3 +252,15 @@ def test_a_job_behind_a_dead_one_is_found_after_a_long_outage(queue: OneQueue, a
     done = wait.check(waiter)
     assert done is not None
     assert done.result == "behind"
+
+
+def test_cancel_leaves_a_later_job_with_the_id_alone(queue: OneQueue, app: forq.App) -> None:
+    first = enqueue(app)
+    run_next(queue.worker(), '"first"')
+    # Jobs are told apart by the millisecond of their enqueue.
+    time.sleep(0.002)
+    second = enqueue(app)
+    assert not first.cancel()
+    assert second.state() == "waiting"
+    assert second.cancel()
+    assert second.state() == "gone"

@@ -97,6 +97,9 @@ class JobRef(Generic[T]):
 
     def cancel(self) -> bool:
         """Removes the job if it has not started; False if it has."""
+        if self._identity is not None and self.state() == "gone":
+            # Another job may have its id now.
+            return False
         return self._task.app.client.queue(self.queue).cancel(self.id)
 
     def result(self, timeout: float | timedelta | None = None) -> T:
