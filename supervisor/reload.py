@@ -28,6 +28,7 @@ _EVENT = struct.Struct("iIII")
 IN_CLOSE_WRITE = 0x00000008
 IN_MOVED_TO = 0x00000080
 IN_Q_OVERFLOW = 0x00004000
+IN_IGNORED = 0x00008000
 IN_ONLYDIR = 0x01000000
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -57,6 +58,10 @@ class DirectoryWatch:
             return
         for number, mask, name in _events(data):
             if mask & IN_Q_OVERFLOW:
+                self._changed(None)
+            elif mask & IN_IGNORED:
+                # The directory was deleted, perhaps to create it anew: the kernel has removed the watch.
+                self._directories.pop(number, None)
                 self._changed(None)
             elif name and number in self._directories:
                 self._changed(os.path.join(self._directories[number], name))
