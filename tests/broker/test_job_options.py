@@ -339,6 +339,21 @@ def test_a_job_with_its_own_keep_done_is_kept_so_long(queue: OneQueue) -> None:
     assert [shown["id"] for shown in queue.inspector.jobs("done").jobs] == ["a"]
 
 
+def test_a_job_keeps_its_own_time_if_its_worker_dies(queue: OneQueue) -> None:
+    queue.producer.enqueue([job("a", f"k={HOUR_MS}"), job("b"), job("c")])
+    worker = queue.worker()
+    worker.turn(want=3)
+    queue.recover(worker, index=2)
+    assert queue.inspector.job("a")["result_error"].startswith("its result was lost")
+    assert set(queue.hash("done:jobs")) == set(kept_until(queue)) == {"a"}
+    queue.registry.configure("q", {"keep_done_ms": HOUR_MS}, {})
+    queue.producer.enqueue([job("d", "k=0"), job("e")])
+    worker = queue.worker("w2")
+    assert worker.turn(want=3) == ["c", "d", "e"]
+    queue.recover(worker, index=3)
+    assert set(queue.hash("done:jobs")) == {"a", "c", "e"}
+
+
 def test_a_job_may_keep_nothing_in_a_queue_that_keeps_results(queue: OneQueue) -> None:
     queue.registry.configure("q", {"keep_done_ms": HOUR_MS}, {})
     queue.enqueue("a", "b")

@@ -121,6 +121,11 @@ end
 -- The job's own options: OPTION '=' VALUE, separated by commas. Each option is one letter that no value contains, so a
 -- plain search finds it.
 
+-- The job's own options in a packed record; '' for none.
+function records.options_of(record)
+  return string.match(record, '^[oO][^\n]* (%S+)\n') or ''
+end
+
 -- A numeric option; nil if it is not set.
 function records.own(stored, letter)
   local value = string.match(stored, letter .. '=(%d+)')

@@ -85,7 +85,11 @@ function done.keep(ids, owners, reported)
   local ms, max_data, queue_keep_ms = string.format('%.0f', now_ms), option('max_data'), option('keep_done_ms')
   for i, id in ipairs(ids) do
     local micros, result, own_keep_ms, report = '-', '', nil, reported[id]
-    if report then micros, result, own_keep_ms = report.micros, report.result, report.keep_ms end
+    if report then
+      micros, result, own_keep_ms = report.micros, report.result, report.keep_ms
+    elseif packed[i] then
+      own_keep_ms = records.own(records.options_of(packed[i]), 'k')
+    end
     -- A job marked for removal leaves no result.
     if packed[i] and (own_keep_ms or queue_keep_ms) > 0 and not claims.is_removed(owners[i]) then
       if #result > max_data and string.sub(result, 1, 1) ~= '!' then
@@ -121,7 +125,8 @@ end
 -- Settles ids whose owner has been checked. `notes`: journal entries by fence. `reported` (or nil): see done.keep.
 function done.settle(ids, notes, reported)
   if #ids == 0 then return end
-  local keeps = option('keep_done_ms') > 0 or (reported and next(reported) ~= nil)
+  -- Without a report of the worker, each record has to be checked.
+  local keeps = option('keep_done_ms') > 0 or not reported or next(reported) ~= nil
   -- Most queues have none of these, so one check is the whole cost.
   local some = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters'), key('stale')) > 0
   if not some then may_be_stale = false end
@@ -218,8 +223,7 @@ function verbs.wait()
   local function keeps_result(record)
     if options.done_max == '0' then return false end
     if ARGV[5] == '1' or option('keep_done_ms') > 0 then return true end
-    local own_options = record and string.match(record, '^[oO][^\n]* (%S+)\n') or ''
-    return (records.own(own_options, 'k') or 0) > 0
+    return record and (records.own(records.options_of(record), 'k') or 0) > 0
   end
   if not epoch or ARGV[2] ~= '' and ARGV[2] ~= epoch then return { NO_QUEUE } end
 
