@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -96,6 +95,12 @@ class InThread:
         return self._answer[0]
 
 
+def wait_for_next_millisecond(queue: OneQueue) -> None:
+    """Jobs with the same id are told apart by the millisecond of their enqueue."""
+    seconds, micros = queue.redis.time()
+    wait_until(lambda: queue.redis.time() >= (seconds, micros + 1000 - micros % 1000), what="the next millisecond")
+
+
 def registered(queue: OneQueue) -> None:
     wait_until(lambda: "a" in queue.hash("waiters"), what="it waits")
 
@@ -105,6 +110,7 @@ def test_the_result_of_a_later_job_is_not_returned(queue: OneQueue, app: forq.Ap
     first = enqueue(app)
     run_next(worker, '"first"')
     assert read(first) == "first"
+    wait_for_next_millisecond(queue)
     second = enqueue(app)
     run_next(worker, '"second"')
     assert read(second) == "second"
@@ -144,8 +150,7 @@ def test_the_error_of_an_earlier_job_is_not_raised(queue: OneQueue, app: forq.Ap
     first = enqueue(app)
     worker.turn(want=1)
     worker.turn(failed="a", error='{"name":"Oops","message":"no"}')
-    # Jobs are told apart by the millisecond of their enqueue.
-    time.sleep(0.002)
+    wait_for_next_millisecond(queue)
     second = enqueue(app)
     run_next(worker, '"second"')
     assert read(second) == "second"
@@ -242,8 +247,7 @@ def test_a_job_behind_a_dead_one_is_found_after_a_long_outage(queue: OneQueue, a
     wait = ResultWait("q", "a", None)
     waiter = ResultWaiter(app.client.link(), app.client.prefix, "q", "a", behind._identity)
     assert wait.check(waiter) is None
-    # Jobs are told apart by the millisecond of their enqueue.
-    time.sleep(0.002)
+    wait_for_next_millisecond(queue)
     worker.turn(failed="a", error='{"name":"Oops","message":"no"}')
     # Its registration and the stored end have expired meanwhile.
     queue.redis.delete(queue.key("waiters"), *queue.redis.keys("*:told:*"))
@@ -257,8 +261,7 @@ def test_a_job_behind_a_dead_one_is_found_after_a_long_outage(queue: OneQueue, a
 def test_cancel_leaves_a_later_job_with_the_id_alone(queue: OneQueue, app: forq.App) -> None:
     first = enqueue(app)
     run_next(queue.worker(), '"first"')
-    # Jobs are told apart by the millisecond of their enqueue.
-    time.sleep(0.002)
+    wait_for_next_millisecond(queue)
     second = enqueue(app)
     assert not first.cancel()
     assert second.state() == "waiting"
