@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import socket as sockets
 import subprocess
 import sys
 import time
@@ -115,7 +116,9 @@ def web(forq: Forq, code: Path) -> Iterator[Web]:
 
     def is_up() -> bool:
         assert process.poll() is None, (code / "log").read_text()
-        return socket.exists()
+        with sockets.socket(sockets.AF_UNIX) as probe:
+            # The file exists before the server listens.
+            return probe.connect_ex(str(socket)) == 0
 
     try:
         wait_until(is_up, 60, "the web server is up")
