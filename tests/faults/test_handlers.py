@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.drive.processes import tree_of
@@ -157,4 +158,6 @@ def test_processes_that_a_handler_left_behind_end_with_its_queue(forq: Forq) -> 
     wait_until(lambda: traces(forq, "daemons", "start"), what="its daemons run")
     assert len(tree_of(forq.state_dir)) >= len(usual) + 3
     forq.ctl("delete", "daemons", "--force")
-    assert not tree_of(forq.state_dir) - usual
+    left = [psutil.Process(pid).cmdline()[0].rstrip() for pid in tree_of(forq.state_dir) - usual]
+    # The supervisor starts it at its first use, unless another test did.
+    assert set(left) <= {"forq: warden"}
