@@ -253,7 +253,7 @@ class QueueProcess:
         job = slot.job.decode(errors="replace")
         log.warning("cancelling a job queue=%s job=%s cause=%s pid=%s", self.spec.name, job, cause, self.child.pid)
         self._cancelling[slot.number] = Condemned(position, outcome, cause)
-        self.send({"cancel": slot.number, "position": position, "outcome": outcome})
+        self._send_cancel(slot, self._cancelling[slot.number])
 
         def condemn_if_running() -> None:
             # While it is settled, it keeps its position.
@@ -280,8 +280,11 @@ class QueueProcess:
                 self._owner.replace_process(self, cause)
             if cause != OVERDUE:
                 # Sets Job.should_stop: the job may end on its own while the others finish.
-                self.send({"cancel": slot.number, "position": position, "outcome": outcome})
+                self._send_cancel(slot, self._condemned[slot.number])
         self.stacks.take(lambda dump: self._on_dump(slot, dump))
+
+    def _send_cancel(self, slot: Slot, job: Condemned) -> None:
+        self.send({"cancel": slot.number, "position": job.position, "outcome": job.outcome, "cause": job.cause})
 
     def exceed(self, limit: Exceeded) -> None:
         """Kills the process at once, with all its jobs, because it exceeds its resources."""

@@ -46,21 +46,32 @@ STOP_EARLY_MS = 5000
 DEFAULT_SNOOZE_SECONDS = 60.0
 
 _NO_SPAN = nullcontext()
+_CAUSES = {b"killed": "killed by a user", b"interrupted": "its process was stopped"}
+_INTERRUPTED = (Cancelled.REMOVED.value, Cancelled.RETURNED.value)
 # Flags of records with options of their own.
 _OWN_OPTIONS = (b"o", b"O")
 _FORQ_AND_ASYNCIO = tuple(f"{os.path.dirname(str(module.__file__))}{os.sep}" for module in (forq, asyncio))
 
 
 class Failure(NamedTuple):
-    """A failed attempt: the error as JSON with and without traceback, its kind, and the requested retry time."""
+    """A failed attempt: the error as JSON with and without traceback, its kind, and the requested retry time.
+
+    Of an attempt that was ended on request (`interrupted`): the stack as JSON, and the cause.
+    """
 
     error: bytes
     brief: bytes
     kind: str
     retry_at_ms: int | None
 
+    @property
+    def interrupted(self) -> bool:
+        return self.kind in _INTERRUPTED
+
     def text(self) -> str:
         """The error in one line, then its traceback."""
+        if self.interrupted:
+            return _CAUSES.get(self.brief, self.brief.decode())
         error = orjson.loads(self.error)
         return f"{error['name']}: {error['message']}\n{error['traceback']}".rstrip()
 
@@ -90,9 +101,10 @@ class AttemptRunner:
         self.stopping: Callable[[], bool] = _never
         # Position of the job that was asked to end.
         self.killed = 0
+        self._kill_cause = ""
         self._killed_as = Cancelled.RETURNED
         # The last attempt was a coroutine that ended because of `cancel`.
-        self.interrupted: Cancelled | None = None
+        self._interrupted: Cancelled | None = None
         # Of the last attempt, if it succeeded and its result is kept.
         self.result: bytes | None = None
         # How long the last attempt's result is kept, by its own options. None: as the queue says. With 0 the result is
@@ -124,7 +136,7 @@ class AttemptRunner:
 
     def run(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned."""
-        self.result = self.interrupted = self.keep_done_ms = self.task_options = None
+        self.result = self._interrupted = self.keep_done_ms = self.task_options = None
         self._record = record
         try:
             if self._decoded is not None and self._decoded[0] is record:
@@ -149,6 +161,8 @@ class AttemptRunner:
         except BaseException as exc:  # a handler may raise anything, even SystemExit; the worker continues
             exit_if_forked_from(self._pid)
             strip_forq_frames(exc)
+            if self._interrupted is not None:
+                return _describe_interruption(exc, self._interrupted, self._kill_cause)
             self.raised = exc
             return describe_failure(exc, self._server_ms(fence))
         finally:
@@ -242,19 +256,19 @@ class AttemptRunner:
                     # Shows where the handler was cancelled.
                     raise late.with_traceback(exc.__traceback__) from None
             elif run.cancelled is not None:
-                self.interrupted = run.cancelled
+                self._interrupted = run.cancelled
             raise
         finally:
             self._run = None
             slot.lenience_ms = 0
 
-    def cancel(self, position: int | None, outcome: Cancelled) -> None:
+    def cancel(self, position: int | None, outcome: Cancelled, cause: str) -> None:
         """Minder: the job at this position (None: any) has to end. Cancels a coroutine; the supervisor kills others."""
         # Read once: meanwhile the worker may start the next job.
         if self._slot is None or position not in (None, at := self._slot.position):
             return
         # In this order: the worker reads `killed` after it has set `_run`.
-        self._killed_as, self.killed = outcome, at
+        self._killed_as, self._kill_cause, self.killed = outcome, cause, at
         if (running := self._run) is not None and position in (None, running[0]):
             self._event_loop.cancel(running[1], outcome)
 
@@ -366,6 +380,12 @@ def describe_failure(exc: BaseException, now_ms: int = 0) -> Failure:
     }
     error = {**brief, "traceback": safe_text(lambda: _traceback(exc))[-MAX_TRACEBACK:]}
     return Failure(orjson.dumps(error), orjson.dumps(brief), kind, _retry_at_ms(exc))
+
+
+def _describe_interruption(exc: BaseException, outcome: Cancelled, cause: str) -> Failure:
+    """Whatever the coroutine raised after it was cancelled is not its failure. The traceback shows where it was."""
+    stack = orjson.dumps(safe_text(lambda: _traceback(exc))[-MAX_TRACEBACK:])
+    return Failure(stack, cause.encode(), outcome.value, None)
 
 
 def _describe_snooze(exc: BaseException, now_ms: int) -> Failure:

@@ -47,10 +47,10 @@ HANDLE_RUN = getattr(Handle._run, "__code__", None)
 
 
 class Cancelled(Enum):
-    """Why a coroutine was cancelled."""
+    """Why a coroutine was cancelled. Killed by a user, a job is removed or returned to its queue; at the end of the
+    grace period it is returned. The values are the kinds of outcomes that the worker settles."""
 
     TIMEOUT = "timeout"
-    # Killed by a user: the job is removed, or returned to its queue.
     REMOVED = "cancelled"
     RETURNED = "interrupted"
 

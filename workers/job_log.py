@@ -34,6 +34,9 @@ CLOSE_SECONDS = 1.0
 
 log = logging.getLogger("forq")
 
+# By the kind of a failure.
+_HAPPENED = {"timeout": "timed out", "interrupted": "interrupted", "cancelled": "cancelled"}
+
 
 @dataclass(slots=True)
 class FailedAttempt:
@@ -62,13 +65,17 @@ class FailedAttempt:
     def level(self) -> int:
         if self.final:
             return logging.ERROR
-        return logging.INFO if self.retry_requested else logging.WARNING
+        return logging.INFO if self.retry_requested or self.failure.interrupted else logging.WARNING
 
     def headline(self) -> str:
-        happened = "timed out" if self.failure.kind == "timeout" else "failed"
+        happened = _HAPPENED.get(self.failure.kind, "failed")
         if self.retry_requested and not self.final:
             happened = "snoozed" if self.failure.kind == "snooze" else "requested a retry"
         return headline(self.queue, self.job, self.outcome, happened, of_fail_handler=self.of_fail_handler)
+
+    @property
+    def _label(self) -> str:
+        return "reason" if self.failure.interrupted else "error"
 
     def record(self) -> logging.LogRecord:
         raised = None if self.retry_requested and not self.final else self.raised
@@ -76,7 +83,7 @@ class FailedAttempt:
         # The constant part is the message, by which tools group records; the rest are arguments.
         what, _, follows = self.headline().partition(": ")
         about = (follows, self.queue, self.job, error.partition("\n")[0])
-        record = _make_record(self.level, f"{what}: %s queue=%s job=%s error=%s", about, raised)
+        record = _make_record(self.level, f"{what}: %s queue=%s job=%s {self._label}=%s", about, raised)
         if raised is not None and issubclass(type(raised), ProgramFailed):
             # The Python stack would not help: the failure is in a program.
             record.exc_text = error.partition("\n")[2] or error
@@ -91,7 +98,7 @@ class FailedAttempt:
         error = self.failure.text()
         if self.raised is None or (self.retry_requested and not self.final):
             error = error.partition("\n")[0]
-        return f"{self.headline()}{remark} error={error}"
+        return f"{self.headline()}{remark} {self._label}={error}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,8 +152,6 @@ class WorkerLoop:
         self._results: Results = []
         self._results_bytes = 0
         self._unsettled = 0
-        # A job has not run to its end: its coroutine was cancelled, by a user or at the end of the grace period.
-        self._interrupted = False
         # The next job may have another timeout than the slot shows.
         self._own_timeouts = False
         self._parked: State | None = None
@@ -264,10 +262,6 @@ class WorkerLoop:
                 base, previous = self._turn_bits(), 0
                 continue
             self._run_one(batch[index], started)
-            if self._interrupted:
-                # Its position stays until the next turn, which returns it with the rest of the batch.
-                finish_output()
-                return
             previous = started
             index += 1
             ran += 1
@@ -286,16 +280,10 @@ class WorkerLoop:
         micros = (self._now() - started) // 1000
         if micros >= MARK_END_MIN_US:
             mark_job_end(id_text)
-        if self._attempts.interrupted is not None:
-            self._attempts.raised = None
-            if self._attempts.interrupted is Cancelled.REMOVED:
-                _wait_for_kill()
-            self.slot.words[STATE] = State.SETTLING
-            self._interrupted = True
-            return
-        self._unsettled += 1
-        if self._stats is not None:
-            self._micros.append(micros)
+        if failure is None or not failure.interrupted:
+            self._unsettled += 1
+            if self._stats is not None:
+                self._micros.append(micros)
         if failure is None:
             self._done += (job_id, self._fence, micros)
             if (result := self._attempts.result) is not None:
@@ -304,7 +292,7 @@ class WorkerLoop:
                     self._note_dropped_result(id_text, result)
         else:
             self.slot.words[STATE] = State.SETTLING
-            self._failures += 1
+            self._failures += not failure.interrupted
             about, raised = self._attempts, self._attempts.raised
             job = id_text.rpartition(":")[0] if about.of_fail_handler else id_text
             self._failed_attempt = FailedAttempt(about.queue, job, failure, raised, about.of_fail_handler)
@@ -325,7 +313,7 @@ class WorkerLoop:
 
     def settle(self) -> None:
         """Settles without claiming."""
-        if self._unsettled or self._interrupted:
+        if self._unsettled or self._failed:
             self._take_turn(keep=0, want=0)
 
     def _take_turn(self, keep: int, want: int) -> Turn | None:
@@ -360,7 +348,7 @@ class WorkerLoop:
         self._publish_turn()
         self.slot.words[DONE] += self._unsettled
         self._limits = turn.limits
-        self._done, self._failed, self._unsettled, self._interrupted = [], [], 0, False
+        self._done, self._failed, self._unsettled = [], [], 0
         if self._results:
             self._results, self._results_bytes = [], 0
             self.slot.has_results = False
@@ -507,9 +495,9 @@ class WorkerLoop:
         self._stop.set()
         self._grant.stop()
 
-    def cancel(self, position: int | None, outcome: Cancelled) -> None:
+    def cancel(self, position: int | None, outcome: Cancelled, cause: str) -> None:
         """Ends the coroutine of the job at this position (None: of any)."""
-        self._attempts.cancel(position, outcome)
+        self._attempts.cancel(position, outcome, cause)
 
     def coroutine_stack(self) -> str | None:
         return self._attempts.coroutine_stack()
@@ -564,9 +552,3 @@ class WorkerLoop:
         self._micros, self._failures = [], 0
         if micros:
             stats.count(int(self._fence), batch, micros, failures, self._now())
-
-
-def _wait_for_kill() -> None:
-    """A job that a user killed ends with its process, even if its coroutine has ended: only recovery cancels a running
-    job and keeps the dispatch that is blocked behind it."""
-    threading.Event().wait()

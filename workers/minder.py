@@ -62,7 +62,7 @@ class MindedLoop(Protocol):
 
     def stop(self) -> None: ...
 
-    def cancel(self, position: int | None, outcome: Cancelled) -> None: ...
+    def cancel(self, position: int | None, outcome: Cancelled, cause: str) -> None: ...
 
     def coroutine_stack(self) -> str | None: ...
 
@@ -172,9 +172,9 @@ class Minder:
             self._idle_beats = 0
 
     def _read_leash(self) -> None:
-        """One message per line: {"go" | "wait" | "yield": slot number}, `begin`, `ping` (the next beat answers), or
-        `cancel` (a slot number with position and outcome; null: every coroutine, at the end of the grace period), or
-        `stacks` (answered with the stacks of coroutines)."""
+        """One message per line: {"go" | "wait" | "yield": slot number}, `begin`, `ping` (the next beat answers),
+        `cancel` (a slot number with position, outcome and cause; null: every coroutine, at the end of the grace
+        period), or `stacks` (answered with the stacks of coroutines)."""
         try:
             received = self._leash.recv(4096)
         except OSError:
@@ -196,9 +196,10 @@ class Minder:
 
     def _cancel(self, number: int | None, message: dict[str, Any]) -> None:
         outcome = Cancelled(message.get("outcome", Cancelled.RETURNED))
+        cause = message.get("cause", "interrupted")
         for loop in self._loops:
             if number is None or loop.slot.number == number:
-                loop.cancel(message.get("position"), outcome)
+                loop.cancel(message.get("position"), outcome, cause)
 
     def _send_coroutine_stacks(self) -> None:
         for loop in self._loops:

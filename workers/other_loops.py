@@ -45,9 +45,9 @@ class RetryLoop:
         for loop in self._loops:
             loop.stop()
 
-    def cancel(self, position: int | None, outcome: Cancelled) -> None:
+    def cancel(self, position: int | None, outcome: Cancelled, cause: str) -> None:
         for loop in self._loops:
-            loop.cancel(position, outcome)
+            loop.cancel(position, outcome, cause)
 
     def coroutine_stack(self) -> str | None:
         return next((stack for loop in self._loops if (stack := loop.coroutine_stack()) is not None), None)
@@ -107,7 +107,7 @@ class IdleLoop:
     def stop(self) -> None:
         self._stop.set()
 
-    def cancel(self, position: int | None, outcome: Cancelled) -> None:
+    def cancel(self, position: int | None, outcome: Cancelled, cause: str) -> None:
         """It runs no jobs."""
 
     def coroutine_stack(self) -> None:
@@ -153,7 +153,7 @@ class ReleaseLoop:
     def stop(self) -> None:
         self._stop.set()
 
-    def cancel(self, position: int | None, outcome: Cancelled) -> None:
+    def cancel(self, position: int | None, outcome: Cancelled, cause: str) -> None:
         """It runs no jobs."""
 
     def coroutine_stack(self) -> None:

@@ -208,3 +208,68 @@ def test_a_heartbeat_that_evicts_reports_the_same_fates_once(redis_url: str) -> 
         queue.redis.hset(queue.key("counts"), "sweep_after_ms", 0)
         assert sorted(queue.recovery().heartbeat(queue.name, EXPIRY_MS, []).lost) == LOST
         assert queue.recovery().heartbeat(queue.name, EXPIRY_MS, []).lost == []
+
+
+def interrupt(worker: HandWorker, kind: str, job_id: str = "a", cause: str = "killed", stack: str = '""') -> Fate:
+    worker.number += 1
+    failed: Settled = [job_id, worker.fence, 7000, stack, cause, kind, "", "0.5"]
+    (fate,) = worker.consumer.turn(worker.number, [], failed, 0, 0).fates
+    return fate
+
+
+def test_an_interrupted_job_returns_to_the_front_uncounted_and_shows_the_attempt(queue: OneQueue) -> None:
+    worker = queue.worker()
+    queue.enqueue("a", "b")
+    worker.turn(want=1)
+    assert interrupt(worker, "interrupted", stack='"File x, in y"') == Fate("interrupted", 0, 1, 1)
+    job = queue.inspector.job("a")
+    assert (job["state"], job["retry_count"], job["stall_count"], job["timeout_count"]) == ("waiting", 0, 0, 0)
+    (attempt,) = job["attempts"]
+    assert (attempt["outcome"], attempt["cause"], attempt["stack"]) == ("interrupted", "killed", "File x, in y")
+    assert attempt["ended_at"] - attempt["started_at"] == pytest.approx(0.007, abs=0.002)
+    assert worker.turn(want=2) == ["a", "b"]
+
+
+def test_an_interrupted_job_takes_the_changes_of_the_dispatch_that_is_blocked_behind_it(queue: OneQueue) -> None:
+    worker = queue.worker()
+    queue.enqueue("a")
+    worker.turn(want=1)
+    queue.producer.enqueue([new_job({"changed": True}, id="a")])
+    interrupt(worker, "interrupted")
+    assert (queue.inspector.job("a")["data"], queue.hash("blocked")) == ({"changed": True}, {})
+
+
+def test_a_cancelled_job_is_removed_and_the_dispatch_blocked_behind_it_becomes_a_job(queue: OneQueue) -> None:
+    worker = queue.worker()
+    queue.enqueue("a", "b")
+    worker.turn(want=2)
+    queue.producer.enqueue([new_job({"next": True}, id="a")])
+    worker.number += 1
+    failed: Settled = [x for job in "ab" for x in (job, worker.fence, 7, '""', "killed", "cancelled", "", "0.5")]
+    assert worker.consumer.turn(worker.number, [], failed, 0, 0).fates == (Fate("removed", 0, 0, 0),) * 2
+    assert (queue.inspector.job("a")["data"], queue.hash("attempts")) == ({"next": True}, {})
+    assert worker.turn(want=2) == ["a"]
+
+
+def test_a_job_that_was_marked_for_removal_is_removed_even_if_it_was_to_return(queue: OneQueue) -> None:
+    worker = queue.worker()
+    queue.enqueue("a")
+    worker.turn(want=1)
+    assert queue.producer.remove("a")
+    assert interrupt(worker, "interrupted") == Fate("removed", 0, 0, 0)
+    assert worker.turn(want=1) == []
+
+
+@pytest.mark.parametrize("kind", ["interrupted", "cancelled"])
+def test_an_interruption_of_an_earlier_claim_is_refused(queue: OneQueue, kind: str) -> None:
+    """The worker was slow, and its job went to itself again."""
+    worker = queue.worker()
+    queue.enqueue("a")
+    worker.turn(want=1)
+    fence = worker.fence
+    assert worker.turn(want=1) == ["a"], "it was returned and claimed again"
+    worker.fence, claimed = fence, worker.fence
+    assert interrupt(worker, kind) == Fate("refused", 0, 0, 0)
+    assert claimed != fence
+    assert queue.inspector.job("a")["state"] == "waiting", "what the worker does not know of returns"
+    assert queue.inspector.job("a")["attempts"] == []

@@ -59,7 +59,9 @@ HOW_RUN_AT = st.sampled_from((True, False, "if_later", "if_earlier"))
 IF_EXISTS = st.sampled_from(("update", "update", "update", "skip", "refuse"))
 SELDOM = st.sampled_from((False, False, False, True))
 PROGRESS = st.sampled_from((0, 1, 2, 9, 9))
-FAILURES = st.sampled_from((None, None, None, "backoff", "backoff", "now", "soon", "permanent", "timeout", "snooze"))
+FAILURES = st.sampled_from(
+    [None] * 4 + ["backoff"] * 2 + ["now", "soon", "permanent", "timeout", "snooze", "interrupted", "cancelled"]
+)
 # The expiry is not a multiple of STEP_MS after any time in AHEAD_MS.
 EXPIRES_IN_MS = 45 * MINUTE_MS
 OPTIONS = st.sampled_from(
@@ -302,7 +304,7 @@ class QueueMachine(RuleBasedStateMachine):
         upto = worker.index + worker.running
         failed = worker.batch[worker.index] if worker.running and fail else ""
         how = Failure()
-        if fail in ("permanent", "timeout"):
+        if fail in ("permanent", "timeout", "interrupted", "cancelled"):
             how = Failure(fail)
         elif fail in ("now", "soon"):
             how = Failure(retry_at=self._at(fail) or 1)

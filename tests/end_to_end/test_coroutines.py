@@ -52,6 +52,7 @@ def test_a_killed_coroutine_can_clean_up_and_the_dispatch_blocked_behind_it_runs
     assert (killed["pid"], killed["outcome"]) == (started.pid, "cancelled")
     wait_until(lambda: traces(forq, "kill", "k1", "end"), what="the dispatch blocked behind it ran")
     assert len(traces(forq, "kill", "k1", "cleanup")) == 2
+    assert {trace.pid for trace in traces(forq, "kill", "k1")} == {started.pid}, "its process continued"
     wait_until(lambda: forq.queue_status("kill")["done"] == 1, what="it is settled")
     assert (forq.queue_status("kill")["failed"], queue.dead().jobs) == (0, [])
 
@@ -64,6 +65,9 @@ def test_kill_with_retry_returns_a_coroutine_uncounted(forq: Forq) -> None:
     assert traces(forq, "again", "a1")[1].pid == started.pid
     job = queue.job("a1")
     assert (job["stall_count"], job["timeout_count"], job["retry_count"]) == (0, 0, 0)
+    (attempt,) = job["attempts"]
+    assert (attempt["outcome"], attempt["cause"]) == ("interrupted", "killed")
+    assert "in wait" in attempt["stack"]
     forq.ctl("kill", "again", "a1")
     wait_until(lambda: forq.run_ctl("job", "again", "a1").returncode == 4, what="the job is gone")
 
@@ -76,7 +80,9 @@ def test_coroutines_are_cancelled_at_the_end_of_the_grace_period(forq: Forq) -> 
     for job_id in ("g1", "g2"):
         wait_for_starts(forq, "grace", job_id, 2)
         assert traces(forq, "grace", job_id, "cleanup"), "it could clean up"
-        assert (queue.job(job_id)["stall_count"], queue.job(job_id)["retry_count"]) == (0, 0)
+        job = queue.job(job_id)
+        assert (job["stall_count"], job["retry_count"]) == (0, 0)
+        assert [(each["outcome"], each["cause"]) for each in job["attempts"]] == [("interrupted", "interrupted")]
         forq.ctl("kill", "grace", job_id)
 
 

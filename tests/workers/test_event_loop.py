@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from itertools import count
 from typing import Any, cast
 
 import orjson
@@ -35,13 +36,15 @@ class Workers:
             AttemptRunner("q", Handlers({None: handler}), slot, None, None, self.event_loop) for slot in self.slots
         ]
         self.threads: list[threading.Thread] = []
+        self._turns = count(1)
 
     def run(self, worker: int, job_id: str = "j") -> Failure | None:
         slot = self.slots[worker]
         slot.started_ns = time.monotonic_ns()
         slot.job = job_id.encode()
         slot.state = State.BUSY
-        slot.position = pack_position(slot.started_ns, 1, worker, True)
+        # Two jobs never have the same position.
+        slot.position = pack_position(slot.started_ns, next(self._turns), worker, True)
         failure = self.attempts[worker].run(job_id, RECORD, 1)
         self.attempts[worker].raised = None
         return failure
@@ -236,11 +239,14 @@ def test_a_killed_coroutine_is_interrupted_whatever_it_raises(make: Made, outcom
         outcomes = workers.start(0, job_id)
         assert began.wait(30)
         assert slot.lenience_ms == 1000
-        attempts.cancel(slot.position + 2, outcome)
-        attempts.cancel(slot.position if position == "its own" else None, outcome)
+        attempts.cancel(slot.position + 2, outcome, "killed")
+        attempts.cancel(slot.position if position == "its own" else None, outcome, "killed")
         workers.join()
-        assert outcomes[0] is not None
-        assert (attempts.interrupted, slot.lenience_ms) == (outcome, 0)
+        (failure,) = outcomes
+        assert failure is not None
+        assert (failure.kind, failure.brief, failure.text()) == (outcome.value, b"killed", "killed by a user")
+        assert "await asyncio.sleep(60)" in orjson.loads(failure.error)
+        assert (attempts.raised, slot.lenience_ms) == (None, 0)
 
 
 def test_a_kill_before_the_coroutine_starts_is_not_lost(make: Made) -> None:
@@ -251,12 +257,13 @@ def test_a_kill_before_the_coroutine_starts_is_not_lost(make: Made) -> None:
         await asyncio.sleep(60)
 
     def kill_first(data: Any, job: Job) -> Any:
-        attempts.cancel(slot.position, Cancelled.RETURNED)
+        attempts.cancel(slot.position, Cancelled.RETURNED, "killed")
         return sleep()
 
     attempts._handlers = Handlers({None: kill_first})
-    workers.run(0)
-    assert attempts.interrupted is Cancelled.RETURNED
+    failure = workers.run(0)
+    assert failure is not None
+    assert failure.kind == "interrupted"
 
 
 def test_a_job_that_ends_normally_is_not_interrupted_by_a_late_kill(make: Made) -> None:
@@ -265,9 +272,8 @@ def test_a_job_that_ends_normally_is_not_interrupted_by_a_late_kill(make: Made) 
 
     workers = make(handle)
     workers.run(0)
-    workers.attempts[0].cancel(None, Cancelled.REMOVED)
-    workers.run(0, "next")
-    assert workers.attempts[0].interrupted is None
+    workers.attempts[0].cancel(None, Cancelled.REMOVED, "killed")
+    assert workers.run(0, "next") is None
 
 
 def test_a_kill_that_comes_when_its_job_has_just_ended_does_not_cancel_the_next(make: Made) -> None:
@@ -296,12 +302,11 @@ def test_a_kill_that_comes_when_its_job_has_just_ended_does_not_cancel_the_next(
             return killed if self.reads == 1 else slot.position
 
     attempts._slot = cast(Slot, Changing())
-    attempts.cancel(killed, Cancelled.REMOVED)
+    attempts.cancel(killed, Cancelled.REMOVED, "killed")
     attempts._slot = slot
     released.set()
     workers.join()
     assert outcome == [None]
-    assert attempts.interrupted is None
 
 
 @pytest.mark.parametrize("awaits", [False, True])

@@ -797,18 +797,28 @@ def test_results_that_cannot_be_kept_are_logged_once_a_second(caplog: pytest.Log
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
 
 
-def test_a_cancelled_coroutine_keeps_its_position_until_the_next_turn_returns_it() -> None:
+@pytest.mark.parametrize("outcome", [Cancelled.RETURNED, Cancelled.REMOVED])
+def test_a_cancelled_coroutine_is_settled_before_the_rest_of_the_batch_runs(outcome: Cancelled) -> None:
+    positions: list[tuple[int, bool, int]] = []
+
     async def handle(data: Any, job: Any) -> None:
         if job.id == "b":
-            rig.loop.cancel(rig.slot.position, Cancelled.RETURNED)
+            rig.loop.cancel(rig.slot.position, outcome, "killed")
             await asyncio.sleep(60)
 
-    rig = Rig(handle, jobs("a", "b", "c"), NOTHING)
+    def on_turn() -> None:
+        if rig.consumer.calls[-1].failed:
+            position = unpack_position(rig.slot.position)
+            positions.append((position.index, position.running, rig.slot.state))
+
+    rig = Rig(handle, jobs("a", "b", "c"), failing(NOTHING, Fate("interrupted", 0, 1, 1)), NOTHING)
+    rig.consumer.on_turn = on_turn
     rig.step()
-    assert unpack_position(rig.slot.position).index == 1
-    assert (unpack_position(rig.slot.position).running, rig.slot.state) == (True, State.SETTLING)
     rig.loop.settle()
     rig.loop.close()
-    last = rig.consumer.calls[-1]
-    assert (last.done[::3], last.failed, last.keep) == ([b"a"], [], 0)
-    assert (rig.slot.done, unpack_position(rig.slot.position).running) == (1, False)
+    settled = rig.consumer.calls[1]
+    assert (settled.done[::3], settled.keep) == ([b"a"], 1)
+    assert (settled.failed[0], settled.failed[4], settled.failed[5]) == (b"b", b"killed", outcome.value)
+    assert positions == [(1, True, State.SETTLING)], "it keeps its position until it is settled"
+    assert rig.consumer.calls[2].done[::3] == [b"c"]
+    assert rig.slot.done == 2, "it does not count as done"

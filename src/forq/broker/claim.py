@@ -21,7 +21,8 @@ BLOCK_MARGIN_SECONDS = 5
 # Succeeded: (id, fence, micros) per job.
 # Failed: (id, fence, micros, error and brief error as JSON, kind, retry at (ms, '+ms' from now, or ''), chance and
 # ' ' OPTIONS of its task, if it has some) per job. "permanent" is never retried, "timeout" was ended at its deadline,
-# "snooze" is not counted; for any other kind the options decide.
+# "snooze" is not counted; for any other kind the options decide. "interrupted" and "cancelled" were ended on request:
+# the job returns uncounted, or is removed; the stack (JSON) and the cause replace error and brief error.
 Settled = list[bytes | str | int]
 # What handlers returned, if it is kept: (number of the done job in this turn, from 1, and ' ' KEEP_MS if it is not the
 # queue's keep_done; JSON, or '!' and the reason why there is none) per job.

@@ -325,8 +325,10 @@ class ModelQueue:
             job = self.jobs[job_id]
             if job_id in failed:
                 self.fates.append(self._fate(job, how))
-            if job_id in done or job.removed:
+            if job_id in done or job.removed or how.kind == "cancelled":
                 self._end(job_id)
+            elif how.kind == "interrupted":
+                self.hand_back([job_id], job_id, how.kind)
             elif how.kind == "timeout":
                 job.lost("timed_out")
                 self._come_back(job, 0)
@@ -347,7 +349,7 @@ class ModelQueue:
 
     def _fate(self, job: ModelJob, how: Failure) -> tuple[str, int, int]:
         """The next state, the number of the attempt, and the maximum of attempts."""
-        if job.removed:
+        if job.removed or how.kind == "cancelled":
             return "removed", 0, 0
         attempt = job.retries + job.stalls + job.timeouts + 1
         if how.kind == "timeout":
@@ -355,6 +357,8 @@ class ModelQueue:
             return "returned" if left else "dead", attempt, attempt + left
         if how.kind == "snooze":
             return "snoozed", attempt, attempt
+        if how.kind == "interrupted":
+            return "suspect" if job.suspect else "interrupted", attempt, attempt
         left = max(0, job.max_retries - job.retries)
         return "dead" if how.kind == "permanent" or not left else "retried", attempt, attempt + left
 

@@ -82,8 +82,9 @@ end
 function turns.settle_failures(first)
   for i = 0, failed_count - 1 do
     local at = first + 8 * i
-    local id = ARGV[at]
-    local fate = failures.settle(id, worker .. ':' .. ARGV[at + 1], ARGV[at + 2], failures.read(at + 3))
+    local id, kind = ARGV[at], ARGV[at + 5]
+    local settle = (kind == 'interrupted' or kind == 'cancelled') and failures.settle_interrupted or failures.settle
+    local fate = settle(id, worker .. ':' .. ARGV[at + 1], ARGV[at + 2], failures.read(at + 3))
     if fate then settled[#settled + 1] = id else refused[#refused + 1] = id end
     for _, value in ipairs(fate or { 'refused', 0, 0, 0 }) do fates[#fates + 1] = value end
   end
@@ -290,18 +291,20 @@ end
 --          earlier turns that it expects to hold), lane to claim from ('main' | 'waiting' (main, sent together with the
 --          BLMOVE that waits for a job) | 'retry' | 'suspects'), number done, number failed, then per done job (id,
 --          fence, micros), per failed job (id, fence, micros, error, brief error, kind, retry at (ms, '+ms' from now,
---          or ''), chance (0 to 1), followed by ' ' OPTIONS if its task has some (records.lua)); per done job whose
---          result is kept (its number in this turn, from 1, followed by ' ' KEEP_MS if that is not the queue's
---          keep_done; result, or '!' and the reason why there is none)
+--          or ''), chance (0 to 1), followed by ' ' OPTIONS if its task has some (records.lua)); a failed job of kind
+--          'interrupted' or 'cancelled' was ended on request, and has its stack (JSON) and the cause in place of
+--          error and brief error; per done job whose result is kept (its number in this turn, from 1,
+--          followed by ' ' KEEP_MS if that is not the queue's keep_done; result, or '!' and the reason why there is
+--          none)
 -- Returns  {OK, PAUSED or LIMITED (jobs wait but may not start now; the worker will be woken), held (0: the kept jobs
 --          went to other workers), ids whose settling was refused, fence, timeout_ms, size, priority, maximum length of
 --          a result (bytes; negative: only jobs with their own keep_done keep one), max_retries, retry_lane_retries,
 --          fates of the failed jobs (4 values each, failures.fate; absent if none failed), id, record, id, record ...};
 --          {NO_QUEUE}; {FENCED} if the worker is not registered; {STALE} if the turn number is not above the last one:
 --          the turn was delayed, and a later one has been taken
--- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out); blocked ->
---          waiting | scheduled; scheduled -> waiting (promoted); waiting -> active; waiting -> dead (expired; stalled
---          or timed out too often)
+-- States   active -> done | scheduled (retried) | dead | cancelled; active -> waiting (returned, timed out,
+--          interrupted); blocked -> waiting | scheduled; scheduled -> waiting (promoted); waiting -> active; waiting ->
+--          dead (expired; stalled or timed out too often)
 function verbs.turn()
   if epoch ~= ARGV[1] then return { NO_QUEUE } end
   processor, worker, turn = ARGV[2], ARGV[3], ARGV[4]
