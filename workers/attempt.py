@@ -24,7 +24,7 @@ from forq.broker.record import pack_data, stored_options, unpack
 from forq.errors import MAX_SNOOZE_SECONDS, ForqError, InvalidData, Snooze
 from forq.job import Job, Reporter, TaskResult
 from forq.job_options import AttemptOptions
-from forq.procs.scoreboard import POSITION, STARTED, TIMEOUT, Slot
+from forq.procs.scoreboard import LENIENCE, POSITION, STARTED, STEP, TIMEOUT, Slot
 from forq.workers.coroutine_stacks import coroutine_stack
 from forq.workers.event_loop import CANCEL_MS, Cancelled, EventLoop, Run
 from forq.workers.exec_handlers import MAX_NAME, ProgramFailed
@@ -121,6 +121,8 @@ class AttemptRunner:
         self._known_options: dict[str | None, AttemptOptions] = {}
         tasks = [task for app in handlers.apps for task in app.tasks.values()]
         # If not, a job is not decoded before its position is published.
+        # Whether the event loop may start the next job of a batch. A span belongs to the worker's thread.
+        self.chains = tracing is None and handlers.some_async
         self.has_task_timeouts = any(task.options.timeout_ms is not None for task in tasks)
         # The record of the running job; and one decoded ahead, with its data and job.
         self._record = b""
@@ -136,38 +138,79 @@ class AttemptRunner:
 
     def run(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned."""
-        self.result = self._interrupted = self.keep_done_ms = self.task_options = None
-        self._record = record
         try:
-            if self._decoded is not None and self._decoded[0] is record:
-                _, data, job = self._decoded
-            else:
-                data, job = self._read(job_id, record, fence)
-            if self._runs_tasks:
-                self._decoded = None
-                self.task_options = self._known_options.get(job.type) or self._options_of(job.type)
-            if self._slot is not None:
-                job._reporter, job._position, job._attempts = self._reporter, self._slot.words[POSITION], self
+            data, job = self._open(job_id, record, fence)
             with _NO_SPAN if self._tracing is None else self._tracing.attempt(job):
                 result = self._handlers.for_type(job.type)(data, job)
                 # Not isinstance, which a user's class may override.
                 if type(result) is CoroutineType:
-                    result = self._run_async(job_id, result)
-            task_options = self.task_options
-            if (task_options is not None and task_options.keep_done_ms is not None) or record[:1] in _OWN_OPTIONS:
-                self._keep_own_result(result)
-            elif self.max_result_bytes:
-                self.result = encode_result(result, self.max_result_bytes)
+                    run = self._make_run(job_id, result)
+                    self._event_loop.finish(self._event_loop.begin(run))
+                    result = self._outcome(run)
+            if self.max_result_bytes or self.task_options is not None or record[:1] in _OWN_OPTIONS:
+                self._keep_result(result)
         except BaseException as exc:  # a handler may raise anything, even SystemExit; the worker continues
-            exit_if_forked_from(self._pid)
-            strip_forq_frames(exc)
-            if self._interrupted is not None:
-                return _describe_interruption(exc, self._interrupted, self._kill_cause)
-            self.raised = exc
-            return describe_failure(exc, self._server_ms(fence))
+            return self._fail(exc, fence)
         finally:
             exit_if_forked_from(self._pid)
+            if self._run is not None:
+                self._close_run(self._run[1])
         return None
+
+    def begin(self, job_id: str, record: bytes, fence: int) -> Run | None:
+        """The coroutine of this job, for the event loop; `end` continues when it has ended. None if the job has to be
+        run in the worker's thread: its handler is not async, or `run` will report an error."""
+        try:
+            data, job = self._open(job_id, record, fence)
+            if self._handlers.is_async(job.type):
+                # Creates the coroutine, but runs no code of the user.
+                return self._make_run(job_id, self._handlers.for_type(job.type)(data, job))
+            self._decoded = record, data, job
+        except (InvalidData, TypeError):
+            pass
+        return None
+
+    def end(self, run: Run, fence: int) -> Failure | None:
+        """None if the coroutine returned. On the event loop."""
+        words = run.words
+        try:
+            result = self._outcome(run)
+            if words is not None:
+                # A result may be encoded by code of the user, which may block the loop.
+                words[STEP] = time.monotonic_ns()
+            self._keep_result(result)
+        except BaseException as exc:
+            return self._fail(exc, fence)
+        finally:
+            exit_if_forked_from(self._pid)
+            self._close_run(run)
+        return None
+
+    def run_chain(self, run: Run, advance: Callable[[Run], Run | None]) -> None:
+        """Runs this coroutine on the event loop, then those that `advance` returns."""
+        self._event_loop.finish(self._event_loop.begin(run, advance))
+
+    def _open(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
+        self.result = self._interrupted = self.keep_done_ms = self.task_options = None
+        self._record = record
+        if self._decoded is not None and self._decoded[0] is record:
+            _, data, job = self._decoded
+        else:
+            data, job = self._read(job_id, record, fence)
+        self._decoded = None
+        if self._runs_tasks:
+            self.task_options = self._known_options.get(job.type) or self._options_of(job.type)
+        if self._slot is not None:
+            job._reporter, job._position, job._attempts = self._reporter, self._slot.words[POSITION], self
+        return data, job
+
+    def _fail(self, exc: BaseException, fence: int) -> Failure:
+        exit_if_forked_from(self._pid)
+        strip_forq_frames(exc)
+        if self._interrupted is not None:
+            return _describe_interruption(exc, self._interrupted, self._kill_cause)
+        self.raised = exc
+        return describe_failure(exc, self._server_ms(fence))
 
     def _options_of(self, job_type: str | None) -> AttemptOptions | None:
         options = self._handlers.options_of(job_type)
@@ -175,8 +218,13 @@ class AttemptRunner:
             self._known_options[job_type] = options
         return options
 
-    def _keep_own_result(self, result: Any) -> None:
+    def _keep_result(self, result: Any) -> None:
         """Keeps the result as the job says, else its task, else the queue."""
+        task_options = self.task_options
+        if (task_options is None or task_options.keep_done_ms is None) and self._record[:1] not in _OWN_OPTIONS:
+            if self.max_result_bytes:
+                self.result = encode_result(result, self.max_result_bytes)
+            return
         for own in (stored_options(self._record), self.task_options):
             if own is not None and own.keep_done_ms is not None:
                 self.keep_done_ms = own.keep_done_ms
@@ -235,19 +283,24 @@ class AttemptRunner:
     def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
         return read_job(self.queue, job_id, record, fence)
 
-    def _run_async(self, job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Runs it on the event loop of the process, and cancels it at its deadline."""
+    def _make_run(self, job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Run:
         slot = self._slot
         if slot is None:
-            return self._event_loop.finish(self._event_loop.begin(coroutine, job_id, None), 0)
-        slot.lenience_ms = CANCEL_MS
+            return Run(coroutine, job_id)
+        slot.words[LENIENCE] = CANCEL_MS
         position = slot.words[POSITION]
-        run = self._event_loop.begin(coroutine, job_id, slot.words)
+        due = time.monotonic() + self.timeout_seconds if self.timeout_seconds else None
+        run = Run(coroutine, job_id, slot.words, due)
         self._run = position, run
         if self.killed == position:
-            self._event_loop.cancel(run, self._killed_as)
+            # `cancel` came before `_run` was set.
+            run.cancelled = self._killed_as
+        return run
+
+    def _outcome(self, run: Run) -> Any:
+        """Returns the result of a coroutine that has ended, or raises why it failed."""
         try:
-            return self._event_loop.finish(run, self.timeout_seconds)
+            return run.outcome()
         except BaseException as exc:
             if run.cancelled is Cancelled.TIMEOUT:
                 # An exception that the handler raised instead is an ordinary failure.
@@ -258,9 +311,11 @@ class AttemptRunner:
             elif run.cancelled is not None:
                 self._interrupted = run.cancelled
             raise
-        finally:
-            self._run = None
-            slot.lenience_ms = 0
+
+    def _close_run(self, run: Run) -> None:
+        self._run = None
+        if run.words is not None:
+            run.words[STEP] = run.words[LENIENCE] = 0
 
     def cancel(self, position: int | None, outcome: Cancelled, cause: str) -> None:
         """Minder: the job at this position (None: any) has to end. Cancels a coroutine; the supervisor kills others."""

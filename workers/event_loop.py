@@ -1,6 +1,7 @@
 """The event loop of a queue's process: one thread that runs the coroutines of all its workers.
 
-1. A worker hands over the coroutine of its job and waits for its end. So `concurrency` is the number of jobs on the
+1. A worker hands over the coroutine of its job and waits. When the job has ended, the loop itself starts the next one
+   of the worker's batch, so that only a batch costs a change of threads. `concurrency` is the number of jobs on the
    loop, and jobs can share locks, sessions and connection pools.
 2. A job's asyncio task is cancelled at its deadline, when the job is killed, and at the end of the grace period.
 3. While code of a job runs on the loop, its slot shows since when (STEP). If the loop is blocked, all its jobs miss
@@ -36,12 +37,13 @@ CANCEL_MS = 1000
 # A loop that does not deliver a cancellation within this time counts as blocked. Below CANCEL_MS: the blocker must be
 # known when the supervisor kills the process.
 BLOCKED_SECONDS = 0.5
+LEAST_WAIT_SECONDS = 0.001
 # For tasks that jobs left behind, and for the thread itself.
 CLOSE_SECONDS = 1.0
 # Of a coroutine without timeout: threading accepts no infinity.
 _NO_TIMEOUT = -1
 
-_getpid, _monotonic_ns = os.getpid, time.monotonic_ns
+_getpid, _monotonic, _monotonic_ns = os.getpid, time.monotonic, time.monotonic_ns
 # The frame under which the loop runs a callback or a step of a task.
 HANDLE_RUN = getattr(Handle._run, "__code__", None)
 
@@ -63,7 +65,7 @@ class EventLoop:
         self._thread: threading.Thread | None = None
         self._starting = threading.Lock()
         self._closing = False
-        # Runs to start, with their contexts.
+        # Runs to start, each in a copy of this context.
         self._pending: deque[tuple[Context, Run]] = deque()
         self._woken = False
         self._wake_fd = -1
@@ -73,40 +75,41 @@ class EventLoop:
     def started(self) -> bool:
         return self._loop is not None
 
-    def begin(self, coroutine: Coroutine[Any, Any, Any], job_id: str | None, words: "memoryview[int] | None") -> "Run":
-        """Starts a coroutine, in a copy of the caller's context."""
-        run = Run(coroutine, job_id, words)
-        if self._loop is None:
-            self._start()
+    def begin(self, run: "Run", advance: "Advance | None" = None) -> "Chain":
+        """Starts a coroutine, and whatever `advance` returns when it has ended, in copies of the caller's context."""
+        loop = self._loop or self._start()
+        chain = Chain(loop, run, copy_context(), advance)
         # Cheaper than call_soon_threadsafe: one wake-up for several runs, and fewer system calls.
-        self._pending.append((copy_context(), run))
+        self._pending.append((chain.context, run))
         if not self._woken:
             self._woken = True
             os.eventfd_write(self._wake_fd, 1)
-        return run
+        return chain
 
-    def finish(self, run: "Run", timeout_seconds: float) -> Any:
-        """Waits for the coroutine, cancels it after `timeout_seconds` (0: never). Returns its result or raises its
-        exception."""
-        ended = run.ended
-        try:
-            if not ended.acquire(timeout=timeout_seconds or _NO_TIMEOUT):
+    def finish(self, chain: "Chain") -> None:
+        """Waits until the chain has ended. Cancels a coroutine at its deadline."""
+        ended = chain.ended
+        while True:
+            run = chain.run
+            try:
+                # Not zero: a run that has ended in time may not have been followed by the next one yet.
+                wait = _NO_TIMEOUT if run.due is None else max(LEAST_WAIT_SECONDS, run.due - _monotonic())
+                if ended.acquire(timeout=wait):
+                    break
+                if run.finished or chain.run is not run:
+                    continue
                 requested_ns = _monotonic_ns()
                 self.cancel(run, Cancelled.TIMEOUT)
-                if not ended.acquire(timeout=BLOCKED_SECONDS):
+                if ended.acquire(timeout=BLOCKED_SECONDS):
+                    break
+                if not run.finished:
                     self._show_blocker(run, requested_ns)
-                    ended.acquire()
-        except BaseException:  # raised in this thread by a signal handler, or by another thread
-            self.cancel(run, Cancelled.RETURNED)
-            raise
-        raised, run.raised = run.raised, None
-        if raised is None:
-            return run.result
-        try:
-            raise raised
-        finally:
-            # The traceback refers to this frame.
-            del raised, run
+                # The chain ends with a run that was cancelled.
+                run.due = None
+            except BaseException:  # raised in this thread by a signal handler, or by another thread
+                self.cancel(chain.run, Cancelled.RETURNED)
+        if chain.raised is not None:
+            raise chain.raised
 
     def cancel(self, run: "Run", why: Cancelled) -> None:
         loop = self._loop
@@ -180,7 +183,7 @@ class EventLoop:
         self._woken = False
         while self._pending:
             context, run = self._pending.popleft()
-            context.run(run.start, loop)
+            context.copy().run(run.start, loop)
 
     def _run(self, loop: AbstractEventLoop) -> None:
         asyncio.set_event_loop(loop)
@@ -206,31 +209,66 @@ class EventLoop:
                 ready.clear()
 
 
+class Chain:
+    """Coroutines that a worker runs one after the other. `advance` is called on the loop with the one that has ended,
+    and returns the next one, or None: the worker's thread has to continue."""
+
+    __slots__ = ("_advance", "_loop", "context", "ended", "raised", "run")
+
+    def __init__(self, loop: AbstractEventLoop, run: "Run", context: Context, advance: "Advance | None") -> None:
+        self.run = run
+        self.context = context
+        # Of `advance`.
+        self.raised: BaseException | None = None
+        # Released at the end.
+        self.ended = threading.Lock()
+        self.ended.acquire()
+        self._loop = loop
+        self._advance = advance
+        run.on_end = self._continue
+
+    def _continue(self) -> None:
+        try:
+            following = None if self._advance is None else self._advance(self.run)
+        except BaseException as exc:  # raised by forq's own code: the worker reports it
+            self.raised, following = exc, None
+        if following is None:
+            self.ended.release()
+            return
+        following.on_end = self._continue
+        self.run = following
+        self.context.copy().run(following.start, self._loop)
+
+
 class Run:
     """One coroutine on the loop: awaits it, and keeps what it returned or raised.
 
     It is also the awaitable between the task and the coroutine, so that every step of the coroutine passes here.
+    `due`: when it is cancelled, on the monotonic clock; None: never.
     """
 
     __slots__ = (
-        *("_coroutine", "_pid", "_send", "_throw", "cancelled", "ended", "finished", "job_id", "raised", "result"),
-        *("started", "task", "words"),
+        *("_coroutine", "_pid", "_send", "_throw", "cancelled", "due", "finished", "job_id", "on_end", "raised"),
+        *("result", "started", "task", "words"),
     )
 
     def __init__(
-        self, coroutine: Coroutine[Any, Any, Any], job_id: str | None, words: "memoryview[int] | None"
+        self,
+        coroutine: Coroutine[Any, Any, Any],
+        job_id: str | None,
+        words: "memoryview[int] | None" = None,
+        due: float | None = None,
     ) -> None:
         self.job_id = job_id
         self.words = words
+        self.due = due
+        self.on_end: Callable[[], None] = _nothing
         self.result: Any = None
         self.raised: BaseException | None = None
-        # Why it was cancelled; set by the loop's thread.
+        # Why it was cancelled; set by the loop's thread, or before the start.
         self.cancelled: Cancelled | None = None
         self.task: asyncio.Task[None] | None = None
         self.started = self.finished = False
-        # Released at the end.
-        self.ended = threading.Lock()
-        self.ended.acquire()
         self._coroutine = coroutine
         self._send, self._throw = coroutine.send, coroutine.throw
         self._pid = _getpid()
@@ -238,6 +276,17 @@ class Run:
     @property
     def coroutine(self) -> Coroutine[Any, Any, Any]:
         return self._coroutine
+
+    def outcome(self) -> Any:
+        """At the end: returns the result of the coroutine, or raises its exception."""
+        raised, self.raised = self.raised, None
+        if raised is None:
+            return self.result
+        try:
+            raise raised
+        finally:
+            # The traceback refers to this frame.
+            del raised, self
 
     def start(self, loop: AbstractEventLoop) -> None:
         """On the loop. The context is that of the coroutine: tasks that it starts inherit it, and may outlive it."""
@@ -283,7 +332,9 @@ class Run:
         self.finished = True
         # Incomplete lines that this job printed.
         finish_output()
-        self.ended.release()
+        # No reference cycles: thousands of runs a second would need the garbage collector.
+        on_end, self.on_end, self.task = self.on_end, _nothing, None
+        on_end()
 
     def __await__(self) -> "Run":
         return self
@@ -321,6 +372,13 @@ class Run:
 
     def close(self) -> None:
         self._coroutine.close()
+
+
+Advance = Callable[[Run], Run | None]
+
+
+def _nothing() -> None:
+    pass
 
 
 # The run to which the code on the loop belongs.

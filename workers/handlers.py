@@ -6,6 +6,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
@@ -22,6 +23,8 @@ from forq.workers.exec_handlers import ExecHandler, ExecOnceHandler, close_handl
 MAX_REASON = 2000
 MAX_TRACEBACK = 6000
 SHOWN_FUNCTIONS = 10
+# Job types of which is_async remembers the answer.
+MAX_TYPES = 1000
 
 Handler = Callable[[Any, Job], Any]
 
@@ -36,6 +39,7 @@ class Handlers:
         self.apps: list[Any] = [each for each in by_type.values() if _is_app(each)]
         # A forq.App finds the task of a type itself.
         self._other_types = default if _is_app(default) else None
+        self._is_async: dict[str | None, bool] = {}
 
     def for_type(self, job_type: str | None) -> Handler:
         handler = self._by_type.get(job_type, self._other_types)
@@ -44,6 +48,23 @@ class Handlers:
             wanted = f"jobs of type {job_type!r}" if job_type else "jobs without a type"
             raise Permanent(f"the queue has no handler for {wanted}; it has types: {known}")
         return handler
+
+    @cached_property
+    def some_async(self) -> bool:
+        """Whether some handler is async for certain."""
+        types = [*self._by_type, *(name for app in self.apps for name in app.tasks)]
+        return any(self.is_async(job_type) for job_type in types)
+
+    def is_async(self, job_type: str | None) -> bool:
+        """Whether the handler of this type only creates a coroutine when it is called. False if unknown."""
+        known = self._is_async.get(job_type)
+        if known is None:
+            handler: Any = self._by_type.get(job_type, self._other_types)
+            known = handler._is_async(job_type) if _is_app(handler) else _is_async(handler)
+            # A job's type may be any text.
+            if len(self._is_async) < MAX_TYPES:
+                self._is_async[job_type] = known
+        return known
 
     def options_of(self, job_type: str | None) -> AttemptOptions | None:
         """The options of the task that runs jobs of this type; None for a plain handler."""
@@ -76,6 +97,11 @@ def load_handlers(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers:
     for job_type, path in spec.handlers.items():
         by_type[job_type] = _load(path, spec, keep_fds)
     return Handlers(by_type) if spec.app is None else _with_app(by_type, spec.app, spec.path)
+
+
+def _is_async(handler: Any) -> bool:
+    called = handler if type(handler) is FunctionType else getattr(type(handler), "__call__", None)  # noqa: B004
+    return type(called) is FunctionType and bool(called.__code__.co_flags & inspect.CO_COROUTINE)
 
 
 def _is_app(handler: object) -> bool:

@@ -10,12 +10,13 @@ import logging
 import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from typing import Any
 
 from forq.errors import CannotImport
-from forq.workers.event_loop import Cancelled, EventLoop, Run
+from forq.workers.event_loop import Cancelled, Chain, EventLoop, Run
 from forq.workers.handlers import describe_exception, exit_if_forked_from, user_traceback
 
 LIMIT_SECONDS = 60.0
@@ -116,29 +117,34 @@ class _AsyncLifespan:
         self._limit_seconds = limit_seconds
         self._entered = threading.Event()
         self._leave: asyncio.Event | None = None
-        self._run: Run | None = None
+        self._chain: Chain | None = None
 
     def enter(self) -> None:
-        self._run = self._event_loop.begin(self._live(), None, None)
+        self._chain = self._event_loop.begin(Run(self._live(), None))
         # It releases the event in any case: when it has yielded, or at its end.
         if not self._entered.wait(self._limit_seconds):
-            self._event_loop.cancel(self._run, Cancelled.TIMEOUT)
+            self._event_loop.cancel(self._chain.run, Cancelled.TIMEOUT)
             late = TimeoutError(f"it did not yield within {self._limit_seconds:g} s")
             try:
-                self._event_loop.finish(self._run, 0)
+                self._finish(self._chain)
             except BaseException as exc:
                 # Shows where it was cancelled.
                 raise late.with_traceback(exc.__traceback__) from None
             raise late
         if self._leave is None:
-            self._event_loop.finish(self._run, 0)
+            self._finish(self._chain)
             raise RuntimeError("it did not yield")
 
     def leave(self) -> None:
-        assert self._run is not None
+        assert self._chain is not None
         assert self._leave is not None
         self._event_loop.call(self._leave.set)
-        self._event_loop.finish(self._run, self._limit_seconds)
+        self._chain.run.due = time.monotonic() + self._limit_seconds
+        self._finish(self._chain)
+
+    def _finish(self, chain: Chain) -> None:
+        self._event_loop.finish(chain)
+        chain.run.outcome()
 
     async def _live(self) -> None:
         try:

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from forq.broker.claim import Consumer, Limits, Results, Settled, Turn
 from forq.broker.scripts import Fate
@@ -42,8 +43,8 @@ from forq.procs.scoreboard import (
     State,
     WorkerStats,
 )
-from forq.workers.attempt import NO_RESULT, AttemptRunner
-from forq.workers.event_loop import Cancelled
+from forq.workers.attempt import NO_RESULT, AttemptRunner, Failure
+from forq.workers.event_loop import Cancelled, Run
 from forq.workers.grant import Grant
 from forq.workers.job_log import DroppedResult, FailedAttempt, JobLog
 from forq.workers.recycling import Recycling
@@ -91,6 +92,21 @@ class TurnNumbers:
     def next(self) -> int:
         self._last += 1
         return self._last
+
+
+class BatchProgress:
+    """How far a worker has run its batch: either its thread or the event loop continues with it."""
+
+    __slots__ = ("base", "first_started", "index", "jobs", "lost", "previous", "ran", "started")
+
+    def __init__(self, jobs: Batch, base: int, now_ns: int) -> None:
+        # The jobs of the last turn; the turn number, as it stands in a position; the next job.
+        self.jobs, self.base, self.index = jobs, base, 0
+        # Start times: of the batch, of the current job, and of the job before it in this turn (0: none).
+        self.first_started, self.started, self.previous = now_ns, 0, 0
+        self.ran = 0
+        # The rest belongs to other workers, or the worker was stopped.
+        self.lost = False
 
 
 class WorkerLoop:
@@ -220,16 +236,46 @@ class WorkerLoop:
 
     def _run_batch(self, batch: Batch) -> None:
         words = self.slot.words
-        count = len(batch)
-        words[HELD] = count
+        words[HELD] = len(batch)
         words[STATE] = State.BUSY
         self._apply_limits()
-        self._on_batch(count)
-        first_started = self._now()
-        index, base, previous = 0, self._turn_bits(), 0
-        ran = 0
-        while index < count and not self.stopping:
-            started = self._now()
+        self._on_batch(len(batch))
+        progress = BatchProgress(batch, self._turn_bits(), self._now())
+        while (run := self._run_jobs(progress)) is not None:
+            # The event loop runs this coroutine, and continues with the batch until it needs this thread.
+            self._attempts.run_chain(run, partial(self._continue_batch, progress))
+        if progress.lost:
+            return
+        # A failed job keeps the position "running" until it is settled: it must not look like a job that is done.
+        if not self._failed:
+            words[POSITION] = progress.base | progress.index << INDEX_SHIFT
+        finish_output()
+        self._adapt_batch_size((self._now() - progress.first_started) // max(progress.ran, 1))
+
+    def _continue_batch(self, progress: "BatchProgress", run: Run) -> Run | None:
+        """On the event loop: the coroutine of the current job has ended. Returns the one of the next job; None if the
+        worker's thread has to continue: the batch has ended, a turn is due, or the next handler is not async."""
+        failure = self._attempts.end(run, int(self._fence))
+        self._job_ended(progress.jobs[progress.index][0], run.job_id or "", progress.started, failure)
+        progress.previous = progress.started
+        progress.index += 1
+        progress.ran += 1
+        # A coroutine that was cancelled and returned nevertheless: see EventLoop.finish.
+        return None if failure or run.cancelled else self._run_jobs(progress, on_loop=True)
+
+    def _run_jobs(self, progress: "BatchProgress", *, on_loop: bool = False) -> Run | None:
+        """Runs the rest of the batch, up to the first job with an async handler: returns its coroutine.
+
+        On the event loop, where nothing may block, it returns None before a turn and before other handlers."""
+        # Looked up once: these are used for every job.
+        words, attempts, now, is_stopping = self.slot.words, self._attempts, self._now, self._stop.is_set
+        fence, first_started = int(self._fence), progress.first_started
+        batch, index, ran = progress.jobs, progress.index, progress.ran
+        base, previous = progress.base, progress.previous
+        count = len(batch)
+        run: Run | None = None
+        while index < count and not is_stopping():
+            started = now()
             # The id before the position: a reader that finds this id must not see the position of the job before.
             self.slot.job = batch[index][0]
             if not self._failed:
@@ -241,8 +287,11 @@ class WorkerLoop:
             # TAKEN and the clock are read after the position is published. If pulse saw the previous position for long
             # enough to rescue the batch, that time has passed by now, so `slow` is true here.
             taken = not index and words[TAKEN] == self._number
-            slow = previous and self._now() - previous > SLOW_JOB_NS
+            slow = previous and now() - previous > SLOW_JOB_NS
             overrun = ran and started - first_started > MAX_BATCH_NS
+            if on_loop and (slow or overrun or self._results_bytes > MAX_RESULTS_BYTES):
+                words[POSITION] = base | index << INDEX_SHIFT
+                break
             if slow or overrun:
                 # The jobs behind it are returned anyway, so claim fewer next time.
                 self._max_want = max(1, self._max_want // 2)
@@ -255,28 +304,32 @@ class WorkerLoop:
                     words[POSITION] = base | index << INDEX_SHIFT
                 turn = self._take_turn(keep=count - index, want=0)
                 if turn is None or not turn.held:
-                    return
+                    progress.lost = True
+                    break
                 words[STATE] = State.BUSY
                 self._apply_limits()
                 batch, count, index = batch[index:], count - index, 0
                 base, previous = self._turn_bits(), 0
                 continue
-            self._run_one(batch[index], started)
+            job_id, record = batch[index]
+            words[STARTED] = started
+            # Another program may have stored an id that is not UTF-8. It must not end the worker.
+            id_text = job_id.decode(errors="replace")
+            if attempts.chains and (run := attempts.begin(id_text, record, fence)) is not None:
+                progress.started = started
+                break
+            if on_loop:
+                words[POSITION] = base | index << INDEX_SHIFT
+                break
+            self._job_ended(job_id, id_text, started, attempts.run(id_text, record, fence))
             previous = started
             index += 1
             ran += 1
-        # A failed job keeps the position "running" until it is settled: it must not look like a job that is done.
-        if not self._failed:
-            words[POSITION] = base | index << INDEX_SHIFT
-        finish_output()
-        self._adapt_batch_size((self._now() - first_started) // max(ran, 1))
+        progress.jobs, progress.index, progress.ran = batch, index, ran
+        progress.base, progress.previous = base, previous
+        return run
 
-    def _run_one(self, claimed: tuple[bytes, bytes], started: int) -> None:
-        job_id, record = claimed
-        self.slot.words[STARTED] = started
-        # Another program may have stored an id that is not UTF-8. It must not end the worker.
-        id_text = job_id.decode(errors="replace")
-        failure = self._attempts.run(id_text, record, int(self._fence))
+    def _job_ended(self, job_id: bytes, id_text: str, started: int, failure: Failure | None) -> None:
         micros = (self._now() - started) // 1000
         if micros >= MARK_END_MIN_US:
             mark_job_end(id_text)

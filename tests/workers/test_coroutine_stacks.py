@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from forq.workers.coroutine_stacks import MAX_FRAMES, coroutine_stack
-from forq.workers.event_loop import Cancelled, EventLoop
+from forq.workers.event_loop import Cancelled, EventLoop, Run
 from tests.support.drive.wait import wait_until
 
 
@@ -28,15 +28,17 @@ def names(stack: str) -> list[str]:
 
 def stack_when(event_loop: EventLoop, coroutine: Coroutine[Any, Any, Any], inner: str) -> str:
     """The stack of the coroutine once this function is in it."""
-    run = event_loop.begin(coroutine, "j1", None)
+    run = Run(coroutine, "j1")
+    chain = event_loop.begin(run)
     try:
         wait_until(lambda: f"in {inner}" in coroutine_stack(run, event_loop), what=inner)
         # It waits from now on.
         return coroutine_stack(run, event_loop)
     finally:
         event_loop.cancel(run, Cancelled.RETURNED)
+        event_loop.finish(chain)
         with pytest.raises(asyncio.CancelledError):
-            event_loop.finish(run, 0)
+            run.outcome()
 
 
 async def sleeps() -> None:
@@ -90,13 +92,14 @@ def test_code_that_blocks_the_loop_is_shown_where_it_is(event_loop: EventLoop) -
         await asyncio.sleep(0)
         blocks()
 
-    run = event_loop.begin(handle(), "j1", None)
-    other = event_loop.begin(sleeps(), "j2", None)
+    run, other = Run(handle(), "j1"), Run(sleeps(), "j2")
+    chain = event_loop.begin(run)
+    event_loop.begin(other)
     wait_until(lambda: "in blocks" in coroutine_stack(run, event_loop), what="it blocks")
     assert names(coroutine_stack(run, event_loop))[-2:] == ["blocks", "handle"]
     assert "in blocks" not in coroutine_stack(other, event_loop)
     unblock.set()
-    event_loop.finish(run, 0)
+    event_loop.finish(chain)
 
 
 def test_a_deep_stack_is_cut(event_loop: EventLoop) -> None:

@@ -350,6 +350,10 @@ class App:
         task = self._by_type.get(job_type or "")
         return None if task is None else task.options
 
+    def _is_async(self, job_type: str | None) -> bool:
+        """Whether the task that runs jobs of this type is async."""
+        return isinstance(self._by_type.get(job_type or ""), AsyncTask)
+
     def __call__(self, data: Any, job: Job) -> Any:
         """Runs a job in a worker."""
         task = self._by_type.get(job.type or "")
