@@ -111,18 +111,11 @@ class RunningJobVerbs:
             raise UnknownJob(f"queue {queue.spec.name!r} runs no job {job_id!r} in a process of this supervisor")
         process, slot, position = found
         outcome = "interrupted" if request.params.get("retry") else "cancelled"
+        # The process is killed after these have ended. It continues if the job can be cancelled.
+        others = [] if slot.lenience_ms else [other for other in process.busy() if other.number != slot.number]
         process.kill_job(slot, position, outcome, "killed")
-        request.reply(
-            {
-                "id": job_id,
-                "pid": process.pid,
-                "outcome": outcome,
-                # The process is killed after these have ended.
-                "others": [
-                    other.job.decode("utf-8", "replace") for other in process.busy() if other.number != slot.number
-                ],
-            }
-        )
+        about = {"id": job_id, "pid": process.pid, "outcome": outcome}
+        request.reply({**about, "others": [other.job.decode("utf-8", "replace") for other in others]})
 
     def stack(self, request: Request) -> None:
         """The stack of each running job of the queue."""

@@ -11,6 +11,7 @@ from tests.chaos.process_faults import (
     freeze_child,
     freeze_service,
     kill_child,
+    kill_job,
     kill_producer,
     kill_service,
     kill_supervisor,
@@ -31,6 +32,7 @@ from tests.chaos.stage import Stage
 
 FAULTS: dict[str, tuple[float, Fault]] = {
     "kill_child": (40, kill_child),
+    "kill_job": (30, kill_job),
     "kill_pulse": (6, partial(kill_service, "pulse")),
     "kill_clerk": (4, partial(kill_service, "clerk")),
     "kill_scribe": (4, partial(kill_service, "scribe")),

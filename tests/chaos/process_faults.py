@@ -9,8 +9,11 @@ from contextlib import suppress
 
 import psutil
 
+from forq.errors import ForqError
 from tests.chaos.crash_points import CRASH_POINTS
+from tests.chaos.ground import append
 from tests.chaos.hit import Hit
+from tests.chaos.producer import COROUTINES, ONCE
 from tests.chaos.stage import EXPIRY_SECONDS, Stage, Supervisor
 
 # Lines of the trace: recently running jobs.
@@ -121,16 +124,40 @@ def _has_taken_over(stage: Stage, supervisor: Supervisor) -> Callable[[], bool]:
     return lambda: other.log.count(_TOOK_OVER) > before
 
 
-def _runs_a_job(stage: Stage, pids: set[int]) -> bool:
-    """Whether one of these processes is running a job, according to the last trace lines."""
+def _running_jobs(stage: Stage, pids: set[int]) -> list[tuple[str, str]]:
+    """(queue, id) of the jobs that these processes are running, according to the last trace lines."""
     size = stage.ground.trace.stat().st_size if stage.ground.trace.exists() else 0
     if size == 0:
-        return False
+        return []
     with open(stage.ground.trace, "rb") as trace:
         trace.seek(max(0, size - _RECENT_BYTES))
         recent = [line.decode().split(" ") for line in trace.read().splitlines()[1:]]
-    last = {(job, fence): event for _, job, fence, pid, event, *_ in recent if int(pid) in pids}
-    return any(event in ("start", "slice") for event in last.values())
+    last = {(queue, job, fence): event for queue, job, fence, pid, event, *_ in recent if int(pid) in pids}
+    return [(queue, job) for (queue, job, _), event in last.items() if event in ("start", "slice")]
+
+
+def kill_job(stage: Stage, chance: random.Random) -> Hit | None:
+    """Kills a running job through the control socket: it is cancelled, or returned. Coroutines rather than others: the
+    faults that kill processes do not cancel any."""
+    supervisor = stage.any_supervisor(chance)
+    if supervisor is None:
+        return None
+    jobs = _running_jobs(stage, {pid for pid, _ in supervisor.queue_children()})
+    jobs = [job for job in jobs if job[0] == COROUTINES] or jobs
+    if not jobs or not stage.take(supervisor.name):
+        return None
+    queue, job_id = chance.choice(jobs)
+    retry = queue not in ONCE or chance.random() < 0.5
+    if not retry:
+        append(stage.ground.taken_away, f"unknown kill {job_id}")
+    try:
+        supervisor.call("kill", name=queue, id=job_id, retry=retry)
+    except ForqError:
+        # It has ended, or its process is being replaced.
+        return None
+    finally:
+        stage.release(supervisor.name)
+    return Hit(f"{queue}, {'returned' if retry else 'cancelled'}")
 
 
 def zombie(stage: Stage, chance: random.Random) -> Hit | None:
@@ -144,7 +171,7 @@ def zombie(stage: Stage, chance: random.Random) -> Hit | None:
         stopped = _stop_tree(supervisor)
     except psutil.NoSuchProcess:
         stopped = []
-    if not _runs_a_job(stage, children & {process.pid for process in stopped}):
+    if not _running_jobs(stage, children & {process.pid for process in stopped}):
         _resume(stopped)
         stage.release(supervisor.name, "redis")
         return None

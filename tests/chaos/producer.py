@@ -23,7 +23,8 @@ from tests.chaos.ground import append
 from tests.chaos.unfenced import use_what_is_asked_for
 
 # Queues whose ids are dispatched once each, and the one whose ids are dispatched repeatedly.
-ONCE = ("kept", "crowd", "plain")
+COROUTINES = "coroutines"
+ONCE = ("kept", "crowd", COROUTINES, "plain")
 REPEATS = "repeats"
 REPEATED_IDS = 12
 

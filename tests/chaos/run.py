@@ -140,7 +140,18 @@ def _audited(stage: Stage) -> list[str]:
 def _figures(evidence: Evidence) -> dict[str, int]:
     verdicts = Counter(verdict for _, verdict in evidence.verdicts.values())
     events = Counter(event.verb for queue in evidence.queues.values() for event in queue.events)
-    ends = ("done", "dead", "cancelled", "retried", "snoozed", "stalled", "timed_out", "suspected", "returned")
+    ends = (
+        "done",
+        "dead",
+        "cancelled",
+        "retried",
+        "snoozed",
+        "stalled",
+        "timed_out",
+        "suspected",
+        "interrupted",
+        "returned",
+    )
     wanted = ("claimed", *ends)
     return {**verdicts, **{verb: events[verb] for verb in wanted}, "evictions": len(evidence.evicted)}
 

@@ -22,7 +22,7 @@ from forq.broker.link import Link
 from forq.broker.registry import Registry
 from forq.errors import ExitCode
 from tests.chaos.ground import GROUND, Ground
-from tests.chaos.producer import ONCE, REPEATS
+from tests.chaos.producer import COROUTINES, ONCE, REPEATS
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import HANDLERS, Forq
 from tests.support.drive.wait import wait_until
@@ -39,10 +39,11 @@ _SETTINGS = f"""
 heartbeat = "300ms"
 expiry = "{EXPIRY_SECONDS}s"
 """
-# The journal keeps everything for the audit; `plain` keeps no done job, `crowd` runs several in one process.
+# The journal keeps everything for the audit; `plain` keeps no done job, `crowd` runs several in one process, and
+# `coroutines` on one event loop.
 _QUEUE = """
 [queues.{name}]
-handler = "chaotic:handle"
+handler = "chaotic:{handler}"
 fail_handler = "chaotic:on_fail"
 path = ["{path}"]
 timeout = "1s"
@@ -59,14 +60,23 @@ done_max = 1000000
 dead_max = 1000000
 {more}
 """
-_MORE = {"kept": 'keep_done = "1d"', "crowd": 'keep_done = "1d"\nconcurrency = 3', "plain": "retry_lane_retries = 1"}
+_MORE = {
+    "kept": 'keep_done = "1d"',
+    "crowd": 'keep_done = "1d"\nconcurrency = 3',
+    COROUTINES: 'keep_done = "1d"\nconcurrency = 3',
+    "plain": "retry_lane_retries = 1",
+}
+_HANDLERS = {COROUTINES: "handle_async"}
 
 
 class Supervisor(Forq):
     """One of the two: with crash points, connected through its own proxy."""
 
     def __init__(self, number: int, proxy: Proxy, ground: Ground) -> None:
-        queues = [_QUEUE.format(name=name, path=HANDLERS, more=_MORE.get(name, "")) for name in QUEUES]
+        queues = [
+            _QUEUE.format(name=name, handler=_HANDLERS.get(name, "handle"), path=HANDLERS, more=_MORE.get(name, ""))
+            for name in QUEUES
+        ]
         super().__init__(redis=proxy.url, settings=_SETTINGS + "".join(queues), trace=ground.trace)
         self.name = f"supervisor {number}"
         self.proxy = proxy

@@ -1,5 +1,6 @@
 """Handlers that do what their data asks for, after writing it to the trace."""
 
+import asyncio
 import os
 import signal
 import time
@@ -22,6 +23,20 @@ def handle(data: Any, job: Job) -> None:
         trace(job, data["do"])
         _MISDEEDS[data["do"]](job)
     _work(job, data["seconds"])
+    trace(job, "end")
+
+
+async def handle_async(data: Any, job: Job) -> None:
+    """The same on the event loop. Misdeeds that block it hold up the other jobs."""
+    trace(job, "start")
+    if data["do"] != "work" and _tries(job) < data["times"]:
+        trace(job, data["do"])
+        _MISDEEDS[data["do"]](job)
+    deadline = time.monotonic() + data["seconds"]
+    while (left := deadline - time.monotonic()) > 0:
+        await asyncio.sleep(min(left, _SLICE_SECONDS))
+        if left > _SLICE_SECONDS:
+            trace(job, "slice")
     trace(job, "end")
 
 
