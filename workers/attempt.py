@@ -147,7 +147,12 @@ class AttemptRunner:
                     run = self._make_run(job_id, result)
                     self._event_loop.finish(self._event_loop.begin(run))
                     result = self._outcome(run)
-            if self.max_result_bytes or self.task_options is not None or record[:1] in _OWN_OPTIONS:
+            own = self.task_options
+            if (
+                self.max_result_bytes
+                or record[:1] in _OWN_OPTIONS
+                or (own is not None and own.keep_done_ms is not None)
+            ):
                 self._keep_result(result)
         except BaseException as exc:  # a handler may raise anything, even SystemExit; the worker continues
             return self._fail(exc, fence)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from types import FunctionType, ModuleType
-from typing import Any
+from typing import Any, cast
 
 import forq
 from forq.app.definitions import definitions_hash
@@ -39,15 +39,27 @@ class Handlers:
         self.apps: list[Any] = [each for each in by_type.values() if _is_app(each)]
         # A forq.App finds the task of a type itself.
         self._other_types = default if _is_app(default) else None
+        # Handlers and tasks that have run here.
+        self._found: dict[str | None, Handler] = {}
         self._is_async: dict[str | None, bool] = {}
 
     def for_type(self, job_type: str | None) -> Handler:
-        handler = self._by_type.get(job_type, self._other_types)
+        handler = self._found.get(job_type)
+        return self._find(job_type) if handler is None else handler
+
+    def _find(self, job_type: str | None) -> Handler:
+        handler: Any = self._by_type.get(job_type, self._other_types)
         if handler is None:
             known = ", ".join(sorted(name for name in self._by_type if name)) or "none"
             wanted = f"jobs of type {job_type!r}" if job_type else "jobs without a type"
             raise Permanent(f"the queue has no handler for {wanted}; it has types: {known}")
-        return handler
+        if _is_app(handler):
+            app, handler = handler, handler._handler_of(job_type)
+            if handler is app:
+                # It reports the unknown task. A job's type may be any text, so this is not remembered.
+                return cast(Handler, app)
+        self._found[job_type] = handler
+        return cast(Handler, handler)
 
     @cached_property
     def some_async(self) -> bool:

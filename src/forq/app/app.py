@@ -354,6 +354,10 @@ class App:
         """Whether the task that runs jobs of this type is async."""
         return isinstance(self._by_type.get(job_type or ""), AsyncTask)
 
+    def _handler_of(self, job_type: str | None) -> Callable[[Any, Job], Any]:
+        task = self._by_type.get(job_type or "")
+        return self if task is None else task.run_job
+
     def __call__(self, data: Any, job: Job) -> Any:
         """Runs a job in a worker."""
         task = self._by_type.get(job.type or "")

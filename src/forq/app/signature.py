@@ -43,6 +43,8 @@ class Signature:
             each.name for each in parameters if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         ]
         self._positional_only = [each.name for each in parameters if each.kind is Parameter.POSITIONAL_ONLY]
+        # Set when the annotations are resolved.
+        self._takes_names = False
         self._positional = [each.name for each in parameters if each.kind <= Parameter.POSITIONAL_OR_KEYWORD]
         self._rest = next((each.name for each in parameters if each.kind is Parameter.VAR_POSITIONAL), None)
         self._more = next((each.name for each in parameters if each.kind is Parameter.VAR_KEYWORD), None)
@@ -101,7 +103,7 @@ class Signature:
         """The positional and keyword arguments of the call; raises ArgumentsDoNotFit."""
         if not self._resolved:
             self._resolve()
-        if self._all_native(data):
+        if self.is_call(data):
             return [], data
         if type(data) is not dict:
             raise self._do_not_fit(f"the data is {type(data).__name__}, expected an object of arguments by name")
@@ -180,6 +182,7 @@ class Signature:
         self._converters = converters
         self._packs = [converters[name].pack for name in self._names]
         self._native = {name: converters[name].native for name in self._names}
+        self._takes_names = not self._positional_only
         self._more_converter = more
         self._result = result
         self._resolved = True
@@ -213,9 +216,10 @@ class Signature:
         assert self._more_converter is not None
         packed.update(self._more_converter.pack(more))
 
-    def _all_native(self, data: Any) -> bool:
-        """Whether the data are the keyword arguments as they are, which is the common case."""
-        if type(data) is not dict or self._positional_only:
+    def is_call(self, data: Any) -> bool:
+        """Whether the data are the keyword arguments as they are, which is the common case: `unpack` would not change
+        them. False before the first call of `unpack`."""
+        if type(data) is not dict or not self._takes_names:
             return False
         native = self._native
         for name, value in data.items():

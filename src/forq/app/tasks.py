@@ -249,17 +249,16 @@ class Task(Sender[P, T]):
 
     def run_job(self, data: Any, job: Job) -> Any:
         """In a worker: calls the function with the stored arguments. Returns a TaskResult, or None."""
-        try:
-            args, kwargs = self.signature.unpack(data)
-        except ArgumentsDoNotFit as exc:
-            raise later_or_dead(job, str(exc)) from exc
+        args: Sequence[Any] = ()
+        if not self.signature.is_call(data):
+            args, data = self._unpack(data, job)
         before = RUNNING.set(job)
         try:
             if self.app._has_hooks:
                 with self.app.hooks_around(job):
-                    result = self.function(*args, **kwargs)
+                    result = self.function(*args, **data)
             else:
-                result = self.function(*args, **kwargs)
+                result = self.function(*args, **data)
             # Most tasks return nothing, which needs no packing.
             if result is None and not self.signature.keeps_result:
                 return None
@@ -269,6 +268,12 @@ class Task(Sender[P, T]):
             raise
         finally:
             RUNNING.reset(before)
+
+    def _unpack(self, data: Any, job: Job) -> tuple[list[Any], dict[str, Any]]:
+        try:
+            return self.signature.unpack(data)
+        except ArgumentsDoNotFit as exc:
+            raise later_or_dead(job, str(exc)) from exc
 
     def __repr__(self) -> str:
         return f"<task {self.name!r} of app {self.app.name!r}>"
@@ -286,10 +291,7 @@ class AsyncTask(Task[P, T]):
         return cast("Coroutine[Any, Any, T]", self.function(*args, **kwargs))
 
     async def run_job(self, data: Any, job: Job) -> Any:
-        try:
-            args, kwargs = self.signature.unpack(data)
-        except ArgumentsDoNotFit as exc:
-            raise later_or_dead(job, str(exc)) from exc
+        args, kwargs = self._unpack(data, job)
         RUNNING.set(job)
         try:
             async with self.app.async_hooks_around(job):
