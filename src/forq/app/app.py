@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
-from forq.api_types import Durable, IfExists
+from forq.api_types import Durable, Duration, IfExists
 from forq.app.declarations import (
     DeclaredQueue,
     DeclaredSchedule,
@@ -27,7 +27,7 @@ from forq.broker.link import CALL_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS
 from forq.client import Client, Queue, check_timeout
 from forq.errors import ConfigError, ForqError, InvalidOption, InvalidTask, UnknownQueue, UsageError
 from forq.job import Job
-from forq.job_options import AttemptOptions, Duration, check_attempt_options
+from forq.job_options import AttemptOptions, check_attempt_options
 from forq.settings import Value, suggestion
 from forq.values import check_queue_name, check_type, shown
 
