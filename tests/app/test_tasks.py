@@ -1,10 +1,12 @@
 """Apps and tasks: registering functions, enqueueing typed calls, and running them as a worker does."""
 
 import asyncio
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ import forq
 from forq.api_types import JobInfo
 from forq.app.tasks import JobRef
 from forq.client import Client
-from forq.errors import InvalidData, InvalidTask, Snooze, UsageError
+from forq.errors import InvalidData, InvalidTask, RedisUnavailable, Snooze, UsageError
 from forq.job import Job
 from tests.support.drive.one_queue import OneQueue, one_queue
 
@@ -137,6 +139,16 @@ def test_exceptions_of_dead_on_are_permanent(number: int, kind: str | None) -> N
     with pytest.raises((KeyError, ValueError)) as caught:
         run("book", {"order": {"number": number, "total": "1"}})
     assert getattr(caught.value, "kind", None) == kind
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_unreachable_redis_has_one_traceback_with_the_reason_in_its_message(tmp_path: Path, is_async: bool) -> None:
+    away = forq.App("q", url=f"unix://{tmp_path}/none.sock").task_ref("any")
+    with pytest.raises(RedisUnavailable, match=r"none.sock: .*No such file or directory") as caught:
+        asyncio.run(away.aenqueue()) if is_async else away.enqueue()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback (most recent call last)") == 1
+    assert "/redis/" not in shown, "no frames of redis-py"
 
 
 def test_there_is_no_current_job_outside_a_task() -> None:
