@@ -18,7 +18,7 @@ from forq.errors import CannotImport, ForqError, InvalidData
 from forq.procs.loop import Timer
 from forq.procs.stacks import STACK_FILE, stack_of_import
 from forq.supervisor.child import Child, ChildTable, Exit
-from forq.supervisor.process import Stacks
+from forq.supervisor.stacks import Stacks
 from forq.values import shown
 
 log = logging.getLogger("forq")

@@ -1,4 +1,4 @@
-"""One process of a queue from start to recovery (QueueProcess), with the deadlines and the stack dumps of its jobs.
+"""One process of a queue from start to recovery (QueueProcess).
 
 A running job that has to be ended (it is overdue, or a user kills it) is *condemned*. If its process runs nothing else,
 the process is killed at once. Otherwise the process claims no more jobs, a successor starts, and the process is killed
@@ -6,27 +6,27 @@ when only condemned jobs are left in it; or at once, if C code blocks the interp
 """
 
 import logging
-import os
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from forq.errors import ForqError, InvalidData
 from forq.procs import jsonrpc
 from forq.procs.cgroups import Exceeded, Resources
-from forq.procs.loop import Loop, Timer
 from forq.procs.scoreboard import AttemptStats, Role, Scoreboard, Slot, State
-from forq.procs.stacks import MAX_STACK, STACK_FILE, STACK_SIGNAL, stack_of_event_loop, stack_of_thread
+from forq.procs.stacks import MAX_STACK, stack_of_event_loop, stack_of_thread
 from forq.queue_spec import QueueSpec
 from forq.settings import OPTIONS, Value
 from forq.supervisor.capacity import Grants
 from forq.supervisor.child import Child, ChildTable, Exit
+from forq.supervisor.deadlines import Deadlines
 from forq.supervisor.pacing import Admission
 from forq.supervisor.service import WardenClient
+from forq.supervisor.stacks import Stacks
 from forq.supervisor.unresponsive import ProcessWatch
 
 log = logging.getLogger("forq")
@@ -543,195 +543,3 @@ def _checked(message: dict[str, Any], key: str, lowest: int, highest: int) -> in
     if type(value) is not int or not lowest <= value <= highest:
         raise InvalidData(f"{key} must be a whole number from {lowest} to {highest}")
     return value
-
-
-NS_PER_MS = 1_000_000
-# Delay of the next check if a job has just started and its start time is not written yet.
-BEGINNING_NS = NS_PER_MS
-# In `guarded`: there is no timer yet that a worker could rely on.
-NOT_CHECKED = 2**63
-# Attempts to read a slot whose worker starts one job after the other.
-READS = 10
-
-
-class Deadlines:
-    """Calls `overdue` once for each job that runs past its timeout, with its slot and position.
-
-    Reads the scoreboard, so that deadlines also hold for code that blocks the interpreter and ignores every signal.
-    Costs nothing while no job runs: a worker that starts to run jobs and finds its slot unguarded sends a message, and
-    from then on there is a timer for the earliest moment at which one of its jobs may be overdue. The slot shows that
-    time. A worker that starts a job with an earlier deadline sends a message, too.
-    """
-
-    def __init__(
-        self,
-        loop: Loop,
-        slots: Sequence[Slot],
-        overdue: Callable[[Slot, int], None],
-        now_ns: Callable[[], int] = time.monotonic_ns,
-    ) -> None:
-        self._loop = loop
-        self._slots = slots
-        self._overdue = overdue
-        self._now_ns = now_ns
-        self._reported: dict[int, int] = {}
-        self._timer: Timer | None = None
-
-    def guard(self, number: int) -> None:
-        """The worker in this slot has started a job that the next check may find too late."""
-        for slot in self._slots:
-            if slot.number == number:
-                slot.guarded = NOT_CHECKED
-        self._check()
-
-    def stop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-
-    def _check(self) -> None:
-        self.stop()
-        now = self._now_ns()
-        guarded = [slot for slot in self._slots if slot.guarded]
-        for slot in guarded:
-            # A worker that starts a job from here on sends a message, unless it finds the time of a check in time.
-            slot.guarded = NOT_CHECKED
-        due = [at for slot in guarded if (at := self._next(slot, now)) is not None]
-        if not due:
-            return
-        next_ns = max(min(due), now)
-        for slot in guarded:
-            if slot.guarded:
-                slot.guarded = next_ns
-        # A worker may have started a job after its slot was read, and found the time of this check in its slot before.
-        for slot in guarded:
-            read = self._read(slot)
-            if read is not None and read.running is not None:
-                next_ns = min(next_ns, max(now, read.running[1] + read.allowed_ns))
-        self._timer = self._loop.call_later((next_ns - now) / 1e9, self._check)
-
-    def _read(self, slot: Slot) -> "_DeadlineOf | None":
-        """The running job, if any, and the time that it may take; None if the worker changes jobs all the time."""
-        for _ in range(READS):
-            position, running = slot.position, slot.running_since_ns()
-            allowed_ns = (slot.timeout_ms + slot.lenience_ms) * NS_PER_MS
-            # The timeout may belong to the next job: it is written between two positions.
-            if slot.position == position and (running is None or running[0] == position):
-                return _DeadlineOf(running, bool(position & 1), allowed_ns)
-        return None
-
-    def _next(self, slot: Slot, now: int) -> int | None:
-        """When to check this slot again; None: when its worker sends the next message."""
-        if not self._still_busy(slot):
-            return None
-        read = self._read(slot)
-        if read is None:
-            return now + BEGINNING_NS
-        if read.running is None:
-            return now + (BEGINNING_NS if read.starting else read.allowed_ns)
-        position, started = read.running
-        due = started + read.allowed_ns
-        if due > now:
-            return due
-        if self._reported.get(slot.number) != position:
-            self._reported[slot.number] = position
-            self._overdue(slot, position)
-        # The job may still end on its own; the next one is not overdue before this.
-        return now + read.allowed_ns
-
-    def _still_busy(self, slot: Slot) -> bool:
-        if slot.state == State.BUSY and slot.timeout_ms:
-            return True
-        slot.guarded = 0
-        # The worker may have started a job before it could see that it is unguarded.
-        if slot.state == State.BUSY and slot.timeout_ms:
-            slot.guarded = NOT_CHECKED
-            return True
-        return False
-
-
-class _DeadlineOf(NamedTuple):
-    """Position and start of the running job; whether one is just starting; how long a job may take."""
-
-    running: tuple[int, int] | None
-    starting: bool
-    allowed_ns: int
-
-
-POLL_SECONDS = 0.003
-# A dump is complete when its size has not changed for this many polls. Without any output for 0.2 s there is none.
-STABLE_POLLS = 2
-MAX_POLLS = 66
-MAX_DUMP_BYTES = 256 * 1024
-
-
-class Stacks:
-    """Reads the stacks of one child: a signal makes it write them to its memory file (workers/child.py). Requests that
-    come while a dump is under way share it.
-
-    `request_coroutines` requests the stacks of coroutines; False if there are none. The process puts them into
-    `coroutines`. If its interpreter is stuck, the dump does without them."""
-
-    def __init__(self, loop: Loop, child: Child, request_coroutines: Callable[[], bool] = lambda: False) -> None:
-        # Of the last dump, by slot number.
-        self.coroutines: dict[int, str] = {}
-        self._loop = loop
-        self._child = child
-        self._request_coroutines = request_coroutines
-        self._coroutines_requested = False
-        self._waiting: list[Callable[[str], None]] = []
-        self._file = -1
-        self._size = self._polls = self._stable = 0
-        self.fd: int | None = None
-
-    def take(self, then: Callable[[str], None]) -> None:
-        """Calls `then` soon with the dump, or with "" if the child writes none."""
-        self._waiting.append(then)
-        if len(self._waiting) > 1:
-            return
-        self._size = self._polls = self._stable = 0
-        self.coroutines = {}
-        self._coroutines_requested = self._request_coroutines()
-        try:
-            self._file = self._open()
-        except OSError:
-            # The child is just ending.
-            self._file = -1
-        if self._file < 0 or not self._child.signal(STACK_SIGNAL):
-            self._loop.call_later(0, self._finish)
-        else:
-            self._loop.call_later(POLL_SECONDS, self._poll)
-
-    def _open(self) -> int:
-        """The emptied file; -1 if there is none, as in a process that has exec'd another program."""
-        path = f"/proc/{self._child.pid}/fd/{self.fd}"
-        if self.fd is None or not os.readlink(path).startswith(f"/memfd:{STACK_FILE}"):
-            return -1
-        file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        os.ftruncate(file, 0)
-        return file
-
-    def coroutines_received(self) -> None:
-        """The process has sent the stacks of all its coroutines."""
-        self._coroutines_requested = False
-
-    def _poll(self) -> None:
-        size = os.fstat(self._file).st_size
-        self._polls += 1
-        self._stable = self._stable + 1 if size and size == self._size else 0
-        self._size = size
-        complete = self._stable >= STABLE_POLLS and not self._coroutines_requested
-        if complete or self._polls >= MAX_POLLS:
-            self._finish()
-        else:
-            self._loop.call_later(POLL_SECONDS, self._poll)
-
-    def _finish(self) -> None:
-        dump = ""
-        if self._file >= 0:
-            dump = os.pread(self._file, MAX_DUMP_BYTES, 0).decode("utf-8", "replace")
-            os.close(self._file)
-            self._file = -1
-        waiting, self._waiting = self._waiting, []
-        for then in waiting:
-            then(dump)

@@ -29,12 +29,8 @@ SEED = "FORQ_TEST_SEED"
 @pytest.fixture(scope="session")
 def server() -> Iterator[Server]:
     """The session's server. A test that stops or kills it need not restart it."""
-    server = Server()
-    try:
-        server.start()
+    with Server() as server:
         yield server
-    finally:
-        server.remove()
 
 
 @pytest.fixture(scope="session")

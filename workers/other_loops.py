@@ -93,11 +93,12 @@ class HelperLoop(WorkerLoop):
         self.leave()
 
 
-class IdleLoop:
-    def __init__(self, slot: Slot, queue: str, mode: str) -> None:
+class _LoopWithoutJobs:
+    """Stops when told to. Has no job to cancel, and no stack to show."""
+
+    def __init__(self, slot: Slot, queue: str) -> None:
         self.slot = slot
         self.queue = queue
-        self._mode = mode
         self._stop = threading.Event()
 
     @property
@@ -108,10 +109,16 @@ class IdleLoop:
         self._stop.set()
 
     def cancel(self, position: int | None, outcome: Cancelled, cause: str) -> None:
-        """It runs no jobs."""
+        pass
 
     def coroutine_stack(self) -> None:
         return None
+
+
+class IdleLoop(_LoopWithoutJobs):
+    def __init__(self, slot: Slot, queue: str, mode: str) -> None:
+        super().__init__(slot, queue)
+        self._mode = mode
 
     def blocked_client_id(self) -> int | None:
         return None
@@ -129,35 +136,20 @@ class IdleLoop:
         pass
 
 
-class ReleaseLoop:
+class ReleaseLoop(_LoopWithoutJobs):
     """One lane of an auto_release queue."""
 
     def __init__(
         self, consumer: Consumer, slot: Slot, *, expiry_ms: int, idle_state: State, on_try: Callable[[], None]
     ) -> None:
-        self.slot = slot
-        self.queue = consumer.queue
+        super().__init__(slot, consumer.queue)
         self._consumer = consumer
         self._expiry_ms = expiry_ms
         self._idle_state = idle_state
         self._on_try = on_try
-        self._stop = threading.Event()
         self._blocking = False
         self._releasing = False
         self._backoff = reconnecting()
-
-    @property
-    def stopping(self) -> bool:
-        return self._stop.is_set()
-
-    def stop(self) -> None:
-        self._stop.set()
-
-    def cancel(self, position: int | None, outcome: Cancelled, cause: str) -> None:
-        """It runs no jobs."""
-
-    def coroutine_stack(self) -> None:
-        return None
 
     def blocked_client_id(self) -> int | None:
         return self._consumer.link.client_id if self._blocking else None

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any, Literal, Required, TypedDict
 
+# As given by a user: "30s", 30, 0.5, timedelta(minutes=5).
 Duration = str | float | timedelta
 Mode = Literal["work", "auto_release", "on_request", "external"]
 IfExists = Literal["update", "skip", "refuse"]
@@ -17,8 +18,8 @@ JobState = Literal["waiting", "scheduled", "active", "retry", "done", "dead"]
 RefState = Literal["waiting", "scheduled", "active", "retry", "done", "dead", "gone"]
 
 
-class QueueOptions(TypedDict, total=False):
-    """Options of a queue, for `create_queue`; docs/reference/settings.md explains them."""
+class WorkQueueOptions(TypedDict, total=False):
+    """Options of a queue of mode work; docs/reference/settings.md explains them."""
 
     max_items: int
     max_data: int | str
@@ -57,6 +58,11 @@ class QueueOptions(TypedDict, total=False):
     dedup_ttl: Duration
     journal: bool
     journal_max: int | str
+
+
+class QueueOptions(WorkQueueOptions, total=False):
+    """Options of a queue of any mode, for `create_queue`."""
+
     release_interval: Duration
     release_retries: int
     retry_interval: Duration

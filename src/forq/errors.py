@@ -248,7 +248,11 @@ class SupervisorUnreachable(ForqError):
 
 
 class RedisUnavailable(ForqError):
-    """Redis cannot be reached; nothing was sent."""
+    """Redis cannot be reached; nothing was sent.
+
+    The message has the text of the error below it. That one is not chained: its traceback shows frames of redis-py
+    only, and would stand before the user's own.
+    """
 
     code = "redis_unavailable"
 

@@ -10,13 +10,12 @@ from dataclasses import dataclass, fields, replace
 from datetime import timedelta
 from typing import Any
 
+from forq.api_types import Duration
 from forq.errors import InvalidData, UsageError
 from forq.settings import OPTIONS
 from forq.values import show_duration, shown
 
 MAX_BACKOFFS = 20
-# As given by a user: "30s", 30, 0.5, timedelta(minutes=5).
-Duration = str | float | timedelta
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

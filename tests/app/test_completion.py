@@ -26,19 +26,6 @@ TIMEOUT = 20.0
 Loop = Callable[[Iterable[JobRef[Any]], float | None, Callable[[str], None]], list[str]]
 
 
-@pytest.fixture
-def app(redis_url: str) -> Iterator[forq.App]:
-    app = forq.App("q", url=redis_url)
-    yield app
-    app.client.close()
-
-
-@pytest.fixture
-def queue(redis_url: str, app: forq.App) -> Iterator[OneQueue]:
-    with one_queue(redis_url, keep_done_ms=HOUR_MS) as queue:
-        yield queue
-
-
 def by_for(refs: Iterable[JobRef[Any]], timeout: float | None, then: Callable[[str], None]) -> list[str]:
     ids = []
     for ref in forq.as_completed(refs, timeout):
@@ -278,21 +265,16 @@ def test_refs_of_several_queues_and_apps(queue: OneQueue, app: forq.App, loop: L
 
 @pytest.mark.one_server
 def test_refs_on_several_servers(queue: OneQueue, app: forq.App, loop: Loop) -> None:
-    second_server = Server()
-    second_server.start()
-    other = forq.App("other", url=second_server.url)
-    try:
-        with one_queue(second_server.url, keep_done_ms=HOUR_MS) as second:
-            workers = claimed(queue, "a"), claimed(second, "b")
-            waiting = InThread(loop, [*refs_to(app, "a"), *refs_to(other, "b")])
-            waiting.registered(queue, 1).registered(second, 1)
-            workers[1].turn(done="b", results={"b": "1"})
-            waiting.yielded("b")
-            workers[0].turn(done="a", results={"a": "1"})
-            assert waiting.ended() == ["b", "a"]
-    finally:
+    with Server() as second_server, one_queue(second_server.url, keep_done_ms=HOUR_MS) as second:
+        other = forq.App("other", url=second_server.url)
+        workers = claimed(queue, "a"), claimed(second, "b")
+        waiting = InThread(loop, [*refs_to(app, "a"), *refs_to(other, "b")])
+        waiting.registered(queue, 1).registered(second, 1)
+        workers[1].turn(done="b", results={"b": "1"})
+        waiting.yielded("b")
+        workers[0].turn(done="a", results={"a": "1"})
+        assert waiting.ended() == ["b", "a"]
         other.client.close()
-        second_server.remove()
 
 
 def test_the_same_job_comes_once(queue: OneQueue, app: forq.App, loop: Loop) -> None:
@@ -453,10 +435,8 @@ def test_without_redis_the_first_check_fails_at_once(loop: Loop) -> None:
 @pytest.fixture
 def own_server() -> Iterator[Server]:
     """A server of this test, whose data survives a restart."""
-    own = Server(appendonly=True)
-    own.start()
-    yield own
-    own.remove()
+    with Server(appendonly=True) as server:
+        yield server
 
 
 @pytest.mark.one_server

@@ -42,7 +42,6 @@ def run(job_type: str | None, data: Any, age_seconds: float, snoozes: int) -> Ba
 
 UNFIT = [
     ("unknown", {}, "app 'shop' has no task 'unknown'; it has: asend, send"),
-    (None, {}, "app 'shop' needs the name of a task as the job's type; it has: asend, send"),
     ("send", {"other": 1}, "the arguments do not fit task send, send(to: str) -> None: it has no parameter 'other'"),
     ("asend", {}, "the arguments do not fit task asend, asend(to: str) -> None: the data lacks to"),
 ]
@@ -66,3 +65,13 @@ def test_after_ten_minutes_it_is_dead_with_the_signature_in_its_message(
     raised = run(job_type, data, DEPLOY_SECONDS, DEPLOY_SNOOZES)
     assert isinstance(raised, forq.Permanent)
     assert str(raised) == reason
+
+
+@pytest.mark.parametrize("job_type", [None, ""])
+def test_a_job_without_a_type_is_dead_at_once(job_type: str | None) -> None:
+    raised = run(job_type, {"to": "a"}, age_seconds=0, snoozes=0)
+    assert isinstance(raised, forq.Permanent)
+    assert str(raised) == (
+        "app 'shop' cannot run a job without a type, which names the task; it has: asend, send; "
+        "enqueue it with TASK.enqueue(…), or run: forqctl push shop --type TASK JSON"
+    )

@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,19 +17,6 @@ from tests.support.drive.wait import wait_until
 
 HOUR_MS = 3_600_000
 Read = Callable[[JobRef[Any]], Any]
-
-
-@pytest.fixture
-def app(redis_url: str) -> Iterator[forq.App]:
-    app = forq.App("q", url=redis_url)
-    yield app
-    app.client.close()
-
-
-@pytest.fixture
-def queue(redis_url: str, app: forq.App) -> Iterator[OneQueue]:
-    with one_queue(redis_url, keep_done_ms=HOUR_MS) as queue:
-        yield queue
 
 
 def by_result(ref: JobRef[Any]) -> Any:

@@ -1,19 +1,23 @@
 """Apps and tasks: registering functions, enqueueing typed calls, and running them as a worker does."""
 
 import asyncio
+import copy
+import inspect
+import traceback
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import forq
 from forq.api_types import JobInfo
-from forq.app.tasks import JobRef
+from forq.app.tasks import JobRef, Sender
 from forq.client import Client
-from forq.errors import InvalidData, InvalidTask, Snooze, UsageError
+from forq.errors import InvalidData, InvalidTask, RedisUnavailable, Snooze, UsageError
 from forq.job import Job
 from tests.support.drive.one_queue import OneQueue, one_queue
 
@@ -137,6 +141,52 @@ def test_exceptions_of_dead_on_are_permanent(number: int, kind: str | None) -> N
     with pytest.raises((KeyError, ValueError)) as caught:
         run("book", {"order": {"number": number, "total": "1"}})
     assert getattr(caught.value, "kind", None) == kind
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("delay", "send.enqueue(…), with options send.using(run_in=60, id=…).enqueue(…)"),
+        ("apply_async", "send.enqueue(…), with options send.using(run_in=60, id=…).enqueue(…)"),
+        ("send", "send.enqueue(…), with options send.using(run_in=60, id=…).enqueue(…)"),
+        ("defer", "send.enqueue(…), with options send.using(run_in=60, id=…).enqueue(…)"),
+        ("kiq", "await send.aenqueue(…), with options await send.using(run_in=60, id=…).aenqueue(…)"),
+        ("s", "send.prepare(…), for app.enqueue_many and app.schedule"),
+    ],
+)
+def test_the_methods_of_other_queues_name_those_of_forq(name: str, hint: str) -> None:
+    for sender, kind in ((send, "SyncTask"), (send.using(id="42"), "Sender")):
+        assert not hasattr(sender, name)
+        with pytest.raises(AttributeError) as caught:
+            getattr(sender, name)
+        assert str(caught.value) == f"'{kind}' object has no attribute {name!r}; in forq: {hint}"
+    with pytest.raises(AttributeError, match=r"in forq: (await )?task\."):
+        getattr(app.task_ref("proj.send"), name)
+
+
+def test_other_attributes_are_missing_as_usual() -> None:
+    with pytest.raises(AttributeError) as caught:
+        send.enqeue  # type: ignore[attr-defined]  # noqa: B018
+    assert str(caught.value) == "'SyncTask' object has no attribute 'enqeue'"
+    # Python needs both to print "Did you mean: 'enqueue'?".
+    assert (caught.value.name, caught.value.obj) == ("enqeue", send)
+    copied = copy.copy(send)
+    assert (copied("a"), copied.name) == ("a: hi", "send")
+    assert str(inspect.signature(send)) == "(to: str, subject: str = 'hi') -> str"
+    assert not inspect.iscoroutinefunction(send)
+    # Unpickled before its state is set.
+    with pytest.raises(AttributeError, match="_task"):
+        Sender.__new__(Sender).delay  # type: ignore[attr-defined]  # noqa: B018
+
+
+@pytest.mark.parametrize("is_async", [False, True])
+def test_an_unreachable_redis_has_one_traceback_with_the_reason_in_its_message(tmp_path: Path, is_async: bool) -> None:
+    away = forq.App("q", url=f"unix://{tmp_path}/none.sock").task_ref("any")
+    with pytest.raises(RedisUnavailable, match=r"none.sock: .*No such file or directory") as caught:
+        asyncio.run(away.aenqueue()) if is_async else away.enqueue()
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("Traceback (most recent call last)") == 1
+    assert "/redis/" not in shown, "no frames of redis-py"
 
 
 def test_there_is_no_current_job_outside_a_task() -> None:

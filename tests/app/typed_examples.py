@@ -177,6 +177,8 @@ def wrong_uses() -> None:
     number: int = send.enqueue("a").result()  # wrong
     text: str = digest.enqueue(7).result()  # wrong
     send.ref(42)  # wrong
+    send.delay("a")  # wrong
+    send.using(id="42").apply_async(("a",))  # wrong
     app.enqueue_many(["a"])  # wrong
     app.task(que="mails")  # wrong
     forq.as_completed(["42"])  # wrong

@@ -12,9 +12,9 @@ import pytest
 from tests.chaos.run import faults_of, play, table
 from tests.chaos.stage import ROOT
 from tests.chaos.unfenced import MUTANT
-from tests.support.thorough import only_in_test_all
+from tests.support.thorough import examples, only_in_test_all
 
-SECONDS = 20.0
+SECONDS = float(examples(quick=12, thorough=20))
 
 
 @pytest.mark.timeout(300)

@@ -1,7 +1,7 @@
 """The types of the Python API name what settings, scripts and pages have."""
 
 from dataclasses import fields
-from typing import Any, get_args
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
@@ -22,7 +22,7 @@ def test_options_of_queues() -> None:
 
 
 def test_counts_of_queues() -> None:
-    assert keys(api_types.QueueStatus) == {field.name for field in fields(Counts)}
+    assert get_type_hints(api_types.QueueStatus) == {field.name: field.type for field in fields(Counts)}
 
 
 def test_fields_of_jobs_in_every_state(redis_url: str) -> None:

@@ -15,7 +15,7 @@ MAY_FOLLOW = {
     "src/forq/procs/cgroups.py": "files of the kernel",
     "src/forq/procs/standard_streams.py": "/dev/null",
     "src/forq/procs/treekill.py": "files of /proc",
-    "supervisor/process.py": "/proc/PID/fd, which are links",
+    "supervisor/stacks.py": "/proc/PID/fd, which are links",
     "workers/tracing.py": "the operator names it, and may mean a link such as /dev/stdout",
 }
 

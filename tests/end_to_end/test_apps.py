@@ -68,6 +68,13 @@ def test_an_unknown_task_waits_for_a_worker_that_knows_it(forq: Forq) -> None:
     assert "no task 'nothing'; it has: bill, find, greet" in logged[0]
 
 
+def test_a_job_without_a_type_is_dead_at_once(forq: Forq) -> None:
+    job_id = forq.ctl("push", "shop", '{"name": "you"}').strip()
+    queue = forq.client().queue("shop")
+    dead = wait_until(lambda: (job := queue.job(job_id))["state"] == "dead" and job, what="it is dead")
+    assert "run: forqctl push shop --type TASK JSON" in dead["error"]["message"]
+
+
 def test_jobs_enqueued_before_the_first_supervisor_run_once_it_starts(redis_url: str) -> None:
     """The producer makes the queue. The supervisor joins it, with its own options and a fail handler."""
     producing = App("shop", url=redis_url)

@@ -81,10 +81,8 @@ class Web:
 @pytest.fixture(scope="module")
 def redis() -> Iterator[Server]:
     """A server that tests may freeze."""
-    server = Server()
-    server.start()
-    yield server
-    server.remove()
+    with Server() as server:
+        yield server
 
 
 @pytest.fixture(scope="module")

@@ -176,24 +176,19 @@ def check_unharmed(forq: Forq, services: list[dict[str, Any]]) -> None:
 
 
 def test_a_bridge_survives_any_input(tmp_path: Path) -> None:
-    server = Server()
-    server.start()
     path = tmp_path / "bridge.sock"
-    try:
-        with fuzzed_bridge(server.url, path) as (process, complaints):
-            ask = {"topic": "list_jobs", "payload": {"queue_name": "calm"}}
-            inputs = Inputs(SEED, TOPICS, as_message)
+    with Server() as server, fuzzed_bridge(server.url, path) as (process, complaints):
+        ask = {"topic": "list_jobs", "payload": {"queue_name": "calm"}}
+        inputs = Inputs(SEED, TOPICS, as_message)
 
-            def question(number: int) -> bytes:
-                return json.dumps({"topic": f"sentinel-{number}", "payload": {}}).encode() + b"\n"
+        def question(number: int) -> bytes:
+            return json.dumps({"topic": f"sentinel-{number}", "payload": {}}).encode() + b"\n"
 
-            with pinging(path, dict(ask), tmp_path / "pings") as pinger:
-                driver = Driver(path, inputs, question, lambda number: f"'sentinel-{number}'".encode(), SEED)
-                Fuzzed("bridge", {"bridge": process.pid}, pinger).endure(driver, path)
-            assert process.poll() is None
-            assert complaints == []
-    finally:
-        server.remove()
+        with pinging(path, dict(ask), tmp_path / "pings") as pinger:
+            driver = Driver(path, inputs, question, lambda number: f"'sentinel-{number}'".encode(), SEED)
+            Fuzzed("bridge", {"bridge": process.pid}, pinger).endure(driver, path)
+        assert process.poll() is None
+        assert complaints == []
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from forq.broker.journal import read_entry
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import HANDLERS, running
 from tests.support.drive.wait import wait_until
+from tests.support.thorough import THOROUGH, examples
 
 
 def next_command(monitor: Connection) -> str:
@@ -25,8 +26,11 @@ def next_command(monitor: Connection) -> str:
 
 
 def test_an_idle_supervisor_sends_only_heartbeats_and_blocking_calls(server: Server, redis_url: str) -> None:
-    """In 12 s there are two or three heartbeats. On a unix socket, blocking calls are not renewed."""
-    with running(redis=redis_url) as forq:
+    """In 12 s, or 5 s of a quick run, there are two or three heartbeats. On a unix socket, blocking calls are not
+    renewed."""
+    seconds = examples(quick=5, thorough=12)
+    settings = "" if THOROUGH else 'heartbeat = "2s"\n'
+    with running(redis=redis_url, settings=settings) as forq:
         names = ["--handler", "traced:noop", "--fail-handler", "traced:on_fail", "--path", str(HANDLERS)]
         forq.ctl("create", "idle", *names, "--set", "retry_lane_retries=3")
         forq.wait_for_child("idle")
@@ -37,12 +41,12 @@ def test_an_idle_supervisor_sends_only_heartbeats_and_blocking_calls(server: Ser
         # A round of regular heartbeats ends with HGETALL; the commands of the start precede it.
         wait_until(lambda: next_command(monitor) == "HGETALL", what="a round of heartbeats")
         commands: Counter[str] = Counter()
-        until = time.monotonic() + 12
+        until = time.monotonic() + seconds
         while time.monotonic() < until:
             if command := next_command(monitor):
                 commands[command] += 1
         monitor.close()
-        print(f"commands of an idle queue with a fail handler in 12 s: {dict(commands)}")
+        print(f"commands of an idle queue with a fail handler in {seconds} s: {dict(commands)}")
         # Each round of heartbeats reads the registry, for queues that others created.
         # Every 30 s it is searched for half-created and half-deleted queues.
         assert set(commands) <= {"FCALL", "HGETALL", "EXISTS"}

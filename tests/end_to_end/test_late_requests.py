@@ -124,11 +124,8 @@ def inside(before: list[str], server: Server, trace: Path) -> Iterator[Forq]:
 def server_on(laid: Wire) -> Iterator[Server]:
     server = ServerInside(port=6379, settings={"bind": NEAR, "protected-mode": "no"})
     server.before = laid.inside(laid.near)
-    try:
-        server.start()
+    with server:
         yield server
-    finally:
-        server.remove()
 
 
 @pytest.mark.slow

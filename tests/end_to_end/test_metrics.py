@@ -254,26 +254,21 @@ def test_health_is_red_while_a_job_without_a_timeout_hangs_and_green_when_it_is_
 
 
 def test_health_is_red_while_redis_is_down_and_green_when_it_is_back() -> None:
-    server = Server(appendonly=True)
-    server.start()
-    try:
-        with measured(redis=server.url) as (forq, scraper):
-            forq.create("q", "noop")
-            run_jobs(forq, "q", 5)
-            assert scraper.health() == (200, [])
-            before = fresh(scraper)
-            server.stop()
-            wait_until(lambda: faults(scraper) == [("redis", None)], what="a fault")
-            down = fresh(scraper)
-            assert down["forq_redis_up", ()] == 0
-            assert ("forq_done_total", (("queue", "q"),)) not in down
-            assert down["forq_run_seconds_count", (("queue", "q"),)] == 5
-            assert down["forq_scrape_errors_total", (("source", "redis"),)] >= 1
-            server.start()
-            wait_until(lambda: faults(scraper) == [], what="no fault")
-            assert fallen(before, fresh(scraper)) == {}
-    finally:
-        server.remove()
+    with Server(appendonly=True) as server, measured(redis=server.url) as (forq, scraper):
+        forq.create("q", "noop")
+        run_jobs(forq, "q", 5)
+        assert scraper.health() == (200, [])
+        before = fresh(scraper)
+        server.stop()
+        wait_until(lambda: faults(scraper) == [("redis", None)], what="a fault")
+        down = fresh(scraper)
+        assert down["forq_redis_up", ()] == 0
+        assert ("forq_done_total", (("queue", "q"),)) not in down
+        assert down["forq_run_seconds_count", (("queue", "q"),)] == 5
+        assert down["forq_scrape_errors_total", (("source", "redis"),)] >= 1
+        server.start()
+        wait_until(lambda: faults(scraper) == [], what="no fault")
+        assert fallen(before, fresh(scraper)) == {}
 
 
 def test_health_is_red_while_the_supervisor_is_frozen() -> None:

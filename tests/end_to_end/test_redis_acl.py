@@ -33,12 +33,8 @@ def server_with_recipe(directory: Path) -> Iterator[Server]:
     """A server with the unchanged recipe, plus a user for the test itself."""
     conf = directory / "acl.conf"
     conf.write_text(RECIPE + "\nuser admin on >admin ~* &* +@all\n")
-    server = Server(include=conf, user="admin:admin@")
-    try:
-        server.start()
+    with Server(include=conf, user="admin:admin@") as server:
         yield server
-    finally:
-        server.remove()
 
 
 @pytest.fixture(scope="module")

@@ -9,8 +9,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -167,16 +166,6 @@ class Awaiters:
         return [(job_id, int(fence)) for job_id, fence in lines]
 
 
-@contextmanager
-def aof_server() -> Iterator[Server]:
-    server = Server(appendonly=True)
-    try:
-        server.start()
-        yield server
-    finally:
-        server.remove()
-
-
 def kill(what: str, forq: Forq, server: Server, awaiters: Awaiters, chance: random.Random) -> None:
     """Kills a child, an awaiter or the server (which is restarted)."""
     if what == "awaiter":
@@ -211,7 +200,7 @@ def test_under_random_kills_each_item_is_released_once_or_still_queued_or_logged
     chance, killed = random.Random(seed), Counter[str]()
     ids = [f"item{number}" for number in range(RELEASES)]
     with ExitStack() as stack:
-        server = stack.enter_context(aof_server())
+        server = stack.enter_context(Server(appendonly=True))
         forq = stack.enter_context(running(redis=server.url))
         options = {"release_interval": "1ms", "lease": "1s", "journal_max": "1gb", "dead_max": 10**6}
         create(forq, "gate", "auto_release", **options)

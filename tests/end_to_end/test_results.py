@@ -209,30 +209,25 @@ def test_many_threads_wait_while_workers_are_killed(forq: Forq) -> None:
 
 
 def test_waiters_get_their_results_although_redis_restarts_and_a_worker_dies_unreported(tmp_path: Path) -> None:
-    server = Server(appendonly=True)
-    server.start()
-    try:
-        with running(redis=server.url) as forq:
-            keep(forq, "survivor", "gated")
-            keep(forq, "victim", "gated")
-            gate = tmp_path / "gate"
-            ids = {name: forq.client().queue(name).enqueue([str(gate), name]) for name in ("survivor", "victim")}
-            wait_until(lambda: len(forq.traces("start")) == 2)
-            waits = {name: Waiting(forq, name, [job_id]) for name, job_id in ids.items()}
-            wait_until(lambda: server.connect().hlen("forq:queue:{victim}:waiters") == 1)
-            pid = forq.child("victim")["pid"]
-            server.stop()
-            gate.touch()
-            wait_until(lambda: len(forq.traces("end")) == 2)
-            # It has returned, but its outcome cannot be reported.
-            wait_until(lambda: "redis is gone; retrying queue=victim" in forq.log)
-            os.kill(pid, signal.SIGKILL)
-            assert all(waiting.under_way for waiting in waits.values())
-            server.start()
-            assert waits["survivor"].answers() == {ids["survivor"]: "survivor"}
-            (lost,) = waits["victim"].answers().values()
-            assert isinstance(lost, NoResult)
-            assert LOST in str(lost)
-            assert len(forq.traces("start")) == 2, "it is done, and does not run again"
-    finally:
-        server.remove()
+    with Server(appendonly=True) as server, running(redis=server.url) as forq:
+        keep(forq, "survivor", "gated")
+        keep(forq, "victim", "gated")
+        gate = tmp_path / "gate"
+        ids = {name: forq.client().queue(name).enqueue([str(gate), name]) for name in ("survivor", "victim")}
+        wait_until(lambda: len(forq.traces("start")) == 2)
+        waits = {name: Waiting(forq, name, [job_id]) for name, job_id in ids.items()}
+        wait_until(lambda: server.connect().hlen("forq:queue:{victim}:waiters") == 1)
+        pid = forq.child("victim")["pid"]
+        server.stop()
+        gate.touch()
+        wait_until(lambda: len(forq.traces("end")) == 2)
+        # It has returned, but its outcome cannot be reported.
+        wait_until(lambda: "redis is gone; retrying queue=victim" in forq.log)
+        os.kill(pid, signal.SIGKILL)
+        assert all(waiting.under_way for waiting in waits.values())
+        server.start()
+        assert waits["survivor"].answers() == {ids["survivor"]: "survivor"}
+        (lost,) = waits["victim"].answers().values()
+        assert isinstance(lost, NoResult)
+        assert LOST in str(lost)
+        assert len(forq.traces("start")) == 2, "it is done, and does not run again"

@@ -189,7 +189,9 @@ def test_a_queue_belongs_to_one_app(tmp_path: Path) -> None:
 def test_a_restart_applies_new_definitions(tmp_path: Path) -> None:
     module = tmp_path / "shop_tasks.py"
     module.write_text(SHOP)
-    with running_in(tmp_path, "--app", "shop_tasks:app") as forq:
+    # A queue is unserved once the supervisor's registration in it has expired.
+    settings = 'heartbeat = "1s"\nexpiry = "4s"\n'
+    with running_in(tmp_path, "--app", "shop_tasks:app", settings=settings) as forq:
         wait_for_queue(forq, "mails")
         wait_for_queue(forq, "shop")
         forq.ctl("set", "mails", "max_retries=7")

@@ -98,12 +98,8 @@ def test_jobs_timeouts_and_delays_are_unaffected_by_clock_jumps_of_their_host(
 
 @pytest.fixture
 def clock_server(clock: ShiftedClock) -> Iterator[ClockServer]:
-    server = ClockServer(clock)
-    try:
-        server.start()
+    with ClockServer(clock) as server:
         yield server
-    finally:
-        server.remove()
 
 
 @pytest.mark.fault("clock of the server jumps")

@@ -70,12 +70,8 @@ def test_out_of_memory_producers_get_an_error_and_every_stored_job_runs(
 
 @pytest.fixture
 def small() -> Iterator[SmallDiskServer]:
-    server = SmallDiskServer()
-    try:
-        server.start()
+    with SmallDiskServer() as server:
         yield server
-    finally:
-        server.remove()
 
 
 @pytest.mark.fault("disk of the append-only file full")

@@ -8,7 +8,7 @@ from typing import Any
 
 from forq.procs.loop import Loop
 from forq.procs.stacks import MAX_STACK, STACK_SIGNAL, stack_of_event_loop, stack_of_thread
-from forq.supervisor.process import Stacks
+from forq.supervisor.stacks import Stacks
 
 DUMP = """Thread 0x00007f5a2b7fe6c0 (most recent call first):
   File "minder.py", line 9 in poll

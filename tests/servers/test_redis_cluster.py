@@ -107,12 +107,8 @@ def test_a_server_that_is_no_cluster_is_refused(lone_server: Server) -> None:
 
 @pytest.fixture
 def lone_server() -> Iterator[Server]:
-    server = Server(port=free_ports(1)[0])
-    try:
-        server.start()
+    with Server(port=free_ports(1)[0]) as server:
         yield server
-    finally:
-        server.remove()
 
 
 def test_a_slot_that_nobody_serves_is_told() -> None:

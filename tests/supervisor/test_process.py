@@ -141,7 +141,7 @@ def test_a_coroutine_that_a_user_kills_is_cancelled_and_condemned_only_a_second_
     slot, position = stage.board.slot(number), begin_coroutine(stage, number)
     process.kill_job(slot, position, "cancelled", "killed")
     child = stage.children.made[0]
-    assert child.sent == [{"cancel": number, "position": position, "outcome": "cancelled"}]
+    assert child.sent == [{"cancel": number, "position": position, "outcome": "cancelled", "cause": "killed"}]
     stage.loop.run(0.9)
     assert not process.was_condemned
     stage.loop.run(0.2)

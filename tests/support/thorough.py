@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def examples(quick: int, thorough: int) -> int:
-    """The number of examples of a property."""
+    """The number of examples of a property, or of seconds of a random test."""
     return thorough if THOROUGH else quick
 
 

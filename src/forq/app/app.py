@@ -9,7 +9,7 @@ from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any, ParamSpec, Protocol, TypedDict, TypeVar, Unpack, overload
 
-from forq.api_types import Durable, IfExists
+from forq.api_types import Durable, Duration, IfExists
 from forq.app.declarations import (
     DeclaredQueue,
     DeclaredSchedule,
@@ -25,9 +25,9 @@ from forq.app.signature import Signature
 from forq.app.tasks import AsyncTask, JobRef, Prepared, RemoteTask, SyncTask, Task, later_or_dead
 from forq.broker.link import CALL_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS
 from forq.client import Client, Queue, check_timeout
-from forq.errors import ConfigError, ForqError, InvalidOption, InvalidTask, UnknownQueue, UsageError
+from forq.errors import ConfigError, ForqError, InvalidOption, InvalidTask, Permanent, UnknownQueue, UsageError
 from forq.job import Job
-from forq.job_options import AttemptOptions, Duration, check_attempt_options
+from forq.job_options import AttemptOptions, check_attempt_options
 from forq.settings import Value, suggestion
 from forq.values import check_queue_name, check_type, shown
 
@@ -363,8 +363,13 @@ class App:
         task = self._by_type.get(job.type or "")
         if task is None:
             known = ", ".join(sorted(self.tasks)) or "none"
-            problem = f"has no task {shown(job.type)}" if job.type else "needs the name of a task as the job's type"
-            raise later_or_dead(job, f"app {self.name!r} {problem}; it has: {known}")
+            if not job.type:
+                # No other version of the app could run it either.
+                raise Permanent(
+                    f"app {self.name!r} cannot run a job without a type, which names the task; it has: {known}; "
+                    f"enqueue it with TASK.enqueue(…), or run: forqctl push {job.queue} --type TASK JSON"
+                )
+            raise later_or_dead(job, f"app {self.name!r} has no task {shown(job.type)}; it has: {known}")
         return task.run_job(data, job)
 
     def _register(self, given: Mapping[str, Any], function: Callable[..., Any]) -> Task[..., Any]:

@@ -5,63 +5,24 @@ import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Literal, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 import orjson
 
+from forq.api_types import CatchUp, Duration, Overlap, WorkQueueOptions
 from forq.errors import ForqError, InvalidOption, InvalidTask
 from forq.job import Job
-from forq.job_options import Duration
 from forq.settings import DEFINITION, OPTIONS, SCHEDULE, WORK, Value, parse_options, suggestion
 from forq.values import check_schedule_key, show_duration, show_size, shown
 
 if TYPE_CHECKING:
     from forq.app.tasks import Prepared, Task
 
-Size = int | str
 
-
-class QueueOptions(TypedDict, total=False):
+class QueueOptions(WorkQueueOptions, total=False):
     """Options of `App.queue`: those of [queues.NAME] in forq.toml, and `on_dead`."""
 
     on_dead: Callable[[Any, Job], Any]
-    max_items: int
-    max_data: Size
-    stop_grace: Duration
-    concurrency: int
-    max_jobs: int
-    max_age: Duration
-    max_memory: Size
-    memory_limit: Size
-    pids_limit: int
-    address_limit: Size
-    open_files_limit: int
-    nice: int
-    size: int
-    priority: int
-    timeout: Duration
-    max_timeouts: int
-    max_stalls: int
-    max_retries: int
-    min_backoff: Duration
-    max_backoff: Duration
-    jitter: int
-    retry_lane_retries: int
-    fail_max_retries: int
-    fail_min_backoff: Duration
-    fail_max_backoff: Duration
-    fail_timeout: Duration
-    fail_size: int
-    rate: str
-    burst: int
-    max_active: int
-    keep_done: Duration
-    done_max: int
-    dead_max: int
-    dead_ttl: Duration
-    dedup_ttl: Duration
-    journal: bool
-    journal_max: Size
 
 
 class ScheduleOptions(TypedDict, total=False):
@@ -70,8 +31,8 @@ class ScheduleOptions(TypedDict, total=False):
     every: Duration
     cron: str
     zone: str
-    overlap: Literal["skip", "queue"]
-    catch_up: Literal["once", "all", "none"]
+    overlap: Overlap
+    catch_up: CatchUp
     jitter: Duration
 
 

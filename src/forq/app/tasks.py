@@ -55,6 +55,17 @@ NO_OPTIONS = AttemptOptions()
 # Those that `new_job` takes.
 _JOB_FIELDS = ("id", "identifier", "priority", "run_at", "run_in", "token")
 
+# What users of Celery, RQ, Dramatiq, Taskiq and Procrastinate try first.
+_ENQUEUE = "{task}.enqueue(…), with options {task}.using(run_in=60, id=…).enqueue(…)"
+_OF_OTHER_QUEUES = {
+    "delay": _ENQUEUE,
+    "apply_async": _ENQUEUE,
+    "send": _ENQUEUE,
+    "kiq": "await {task}.aenqueue(…), with options await {task}.using(run_in=60, id=…).aenqueue(…)",
+    "defer": _ENQUEUE,
+    "s": "{task}.prepare(…), for app.enqueue_many and app.schedule",
+}
+
 
 class JobRef(Generic[T]):
     """A job of a task, by its id.
@@ -163,6 +174,11 @@ class Sender(Generic[P, T]):
         self._if_exists: IfExists = options.get("if_exists", "update")
         self._durable = options.get("durable")
 
+    if not TYPE_CHECKING:
+        # Type checkers would accept every attribute otherwise.
+        def __getattr__(self, name: str) -> Any:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{_hint(self, name)}")
+
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> JobRef[T]:
         """Stores a job that will call the function with these arguments; when it returns, the job is in Redis.
 
@@ -190,6 +206,14 @@ class Sender(Generic[P, T]):
         job = new_job(task.signature.pack(args, kwargs), type=task.name, **self._fields)
         queue = task.queue if self._queue is None else self._queue
         return Prepared(task, queue, job, self._if_exists, self._durable, self._options)
+
+
+def _hint(sender: Sender[..., Any], name: str) -> str:
+    """How to write in forq what other queues call by this name; '' for other names."""
+    if name not in _OF_OTHER_QUEUES:
+        return ""
+    task = "task" if isinstance(sender._task, RemoteTask) else sender._task.__name__
+    return f"; in forq: {_OF_OTHER_QUEUES[name].format(task=task)}"
 
 
 def _store(queue: "Queue", prepared: Prepared[T]) -> JobRef[T]:

@@ -171,7 +171,7 @@ class SharedSubscription:
                 )
             )
         except OSError as exc:
-            raise RedisUnavailable(f"cannot subscribe: {str(exc) or type(exc).__name__}") from exc
+            raise RedisUnavailable(f"cannot subscribe: {str(exc) or type(exc).__name__}") from None
         finally:
             self._connecting = None
         assert isinstance(connection, AsyncConnection)
@@ -252,7 +252,7 @@ class SharedSubscription:
             if connection is not None:
                 self._lose(exc)
             if command == "SUBSCRIBE":
-                raise RedisUnavailable(f"cannot subscribe: {exc}") from exc
+                raise RedisUnavailable(f"cannot subscribe: {exc}") from None
             return
         self._sent.append(deque(confirmed))
 

@@ -6,7 +6,7 @@ from typing import Any, get_args
 
 import orjson
 
-from forq.api_types import JobBrief, State
+from forq.api_types import JobBrief, JournalCounts, LimitCounts, Mode, State
 from forq.broker.claim import read_progress
 from forq.broker.dead import DeadJobs, read_dead
 from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
@@ -44,9 +44,9 @@ class Counts:
     in_flight: int
     oldest_waiting_seconds: float | None
     paused: bool
-    mode: str
+    mode: Mode
     dropped: int
-    journal: dict[str, int]
+    journal: JournalCounts
     # The end of the journal at the moment of these counts; the hash is '' if it is empty.
     epoch: int
     journal_sequence: int
@@ -56,7 +56,7 @@ class Counts:
     # Until a scheduled job or a tick is due.
     next_due_seconds: float | None
     # None without limits. Else rate, max_active, the jobs that may start now, and the workers waiting for that.
-    limits: dict[str, Any] | None
+    limits: LimitCounts | None
     # Scheduled jobs that are due and not promoted yet.
     overdue: int
 
@@ -298,7 +298,7 @@ def _read_counts(reply: list[Any]) -> Counts:
     )
 
 
-def _read_limits(count: int, period_ms: int, max_active: int, may_begin: int, waiting: int) -> dict[str, Any] | None:
+def _read_limits(count: int, period_ms: int, max_active: int, may_begin: int, waiting: int) -> LimitCounts | None:
     if not count and not max_active:
         return None
     rate = show_rate(count, period_ms / 1000)

@@ -81,7 +81,7 @@ class Link:
             answer = connection.receive()
         except OSError as exc:
             self.close()
-            raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}") from exc
+            raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}") from None
         except BaseException:
             # Interrupted between request and reply: the next call would read this reply.
             self.close()
@@ -227,7 +227,7 @@ class Link:
             answers = [connection.receive() for _ in commands]
         except OSError as exc:
             self.close()
-            raise error_type(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}") from exc
+            raise error_type(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}") from None
         except BaseException:
             self.close()
             raise
@@ -252,7 +252,7 @@ class Link:
         except BaseException as exc:
             self.close()
             if isinstance(exc, OSError):
-                raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}") from exc
+                raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}") from None
             raise
         for answer in (marked, acknowledged):
             if isinstance(answer, Exception):
@@ -303,7 +303,7 @@ class Link:
             )
         except OSError as exc:
             reason = _reason_of(exc).removesuffix(".") + self._advice()
-            raise RedisUnavailable(f"cannot reach Redis at {self.shown_url}: {reason}") from exc
+            raise RedisUnavailable(f"cannot reach Redis at {self.shown_url}: {reason}") from None
         self._connection, self._pid = connection, os.getpid()
         return connection
 

@@ -68,7 +68,7 @@ class Subscription:
                 self._subscribe(self._connection, self.patterns[start : start + SUBSCRIBE_BATCH])
         except OSError as exc:
             self.close()
-            raise RedisUnavailable(f"cannot subscribe: {str(exc) or type(exc).__name__}") from exc
+            raise RedisUnavailable(f"cannot subscribe: {str(exc) or type(exc).__name__}") from None
         except BaseException:
             self.close()
             raise
@@ -98,7 +98,7 @@ class Subscription:
             return messages
         except OSError as exc:
             self.close()
-            raise RedisUnavailable(f"subscription broke: {str(exc) or type(exc).__name__}") from exc
+            raise RedisUnavailable(f"subscription broke: {str(exc) or type(exc).__name__}") from None
 
     def close(self) -> None:
         connection, self._connection = self._connection, None

@@ -216,7 +216,7 @@ class Cluster:
             try:
                 self._slots = fetch_slot_map(self._address, self._links, self._name, self._connection_kind)
             except OSError as exc:
-                raise RedisUnavailable(f"cannot reach Redis at {self._address.shown}: {exc}") from exc
+                raise RedisUnavailable(f"cannot reach Redis at {self._address.shown}: {exc}") from None
             self._moved = {}
             self._close_unknown(self._slots.masters())
         return self._slots

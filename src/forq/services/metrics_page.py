@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -89,8 +89,8 @@ def _of_redis(snapshot: Snapshot) -> Iterator[Metric]:
         yield of_queues
 
 
-def _limit(counts: Counts, name: str) -> int | None:
-    return None if counts.limits is None else int(counts.limits[name])
+def _limit(counts: Counts, name: Literal["may_begin", "limited_workers"]) -> int | None:
+    return None if counts.limits is None else counts.limits[name]
 
 
 # Figures that are None are left out.

@@ -7,6 +7,7 @@ import tempfile
 import time
 from collections.abc import Mapping, MutableMapping
 from pathlib import Path
+from typing import Self
 
 import pytest
 import redis
@@ -32,7 +33,7 @@ def put_on_path(folder: Path, environ: MutableMapping[str, str]) -> None:
 
 
 class Server:
-    """One server process; its data survives stop, kill and restart only with appendonly.
+    """One server process; its data survives stop, kill and restart only with appendonly. `with` starts and removes it.
 
     `include`: a file with more settings. `user`: NAME:PASSWORD@ of a user with all rights. `port`: also listens on
     127.0.0.1. `settings`: further ones, by the server's names.
@@ -55,6 +56,17 @@ class Server:
         self.port = port
         self.settings = dict(settings or {})
         self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        try:
+            self.start()
+        except BaseException:
+            self.remove()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.remove()
 
     @property
     def running(self) -> bool:

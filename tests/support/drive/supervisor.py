@@ -7,7 +7,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -24,6 +24,9 @@ BIN = Path(sys.executable).parent
 # Enough for a heavily loaded machine.
 _START_SECONDS = 60.0
 _ANSWER_SECONDS = 30.0
+_KILL_SECONDS = 15.0
+# An idle supervisor stops in a fraction of this.
+_END_SECONDS = 2.0
 
 
 class Trace(NamedTuple):
@@ -182,12 +185,15 @@ class Forq:
         return self.process.wait(seconds)
 
     def remove(self) -> None:
-        """Stops the supervisor; kills by pid whatever is left."""
+        """Stops the supervisor, and soon its running jobs; kills by pid whatever is left."""
         if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGTERM)
-            try:
-                self.process.wait(15)
-            except subprocess.TimeoutExpired:
+            # A second signal makes the supervisor kill what still runs.
+            for seconds in (_END_SECONDS, _KILL_SECONDS):
+                self.process.send_signal(signal.SIGTERM)
+                with suppress(subprocess.TimeoutExpired):
+                    self.process.wait(seconds)
+                    break
+            else:
                 for process in reversed(self.processes()):
                     process.kill()
                 self.process.wait()

@@ -20,14 +20,10 @@ def growing_file(server: Server) -> Path:
 @contextmanager
 def durable_server() -> Iterator[Server]:
     """A server that writes to its file before it answers; only the disk can lag behind."""
-    server = Server(appendonly=True)
-    try:
-        server.start()
+    with Server(appendonly=True) as server:
         with server.connect() as redis:
             redis.config_set("appendfsync", "no")
         yield server
-    finally:
-        server.remove()
 
 
 @contextmanager

@@ -4,7 +4,7 @@ import pytest
 
 from forq.procs.loop import Loop
 from forq.procs.scoreboard import Scoreboard, Slot, State, pack_position
-from forq.supervisor.process import Deadlines
+from forq.supervisor.deadlines import Deadlines
 
 MS = 1_000_000
 
