@@ -103,8 +103,8 @@ class AttemptRunner:
         self.killed = 0
         self._kill_cause = ""
         self._killed_as = Cancelled.RETURNED
-        # The last attempt was a coroutine that ended because of `cancel`.
-        self._interrupted: Cancelled | None = None
+        # The coroutine of the last attempt, if it ended because of `cancel`.
+        self._interrupted: Run | None = None
         # Of the last attempt, if it succeeded and its result is kept.
         self.result: bytes | None = None
         # How long the last attempt's result is kept, by its own options. None: as the queue says. With 0 the result is
@@ -121,9 +121,9 @@ class AttemptRunner:
         self._known_options: dict[str | None, AttemptOptions] = {}
         tasks = [task for app in handlers.apps for task in app.tasks.values()]
         # If not, a job is not decoded before its position is published.
+        self.has_task_timeouts = any(task.options.timeout_ms is not None for task in tasks)
         # Whether the event loop may start the next job of a batch. A span belongs to the worker's thread.
         self.chains = tracing is None and handlers.some_async
-        self.has_task_timeouts = any(task.options.timeout_ms is not None for task in tasks)
         # The record of the running job; and one decoded ahead, with its data and job.
         self._record = b""
         self._decoded: tuple[bytes, Any, Job] | None = None
@@ -159,36 +159,35 @@ class AttemptRunner:
         finally:
             exit_if_forked_from(self._pid)
             if self._run is not None:
-                self._close_run(self._run[1])
+                self.close_run(self._run[1])
         return None
 
     def begin(self, job_id: str, record: bytes, fence: int) -> Run | None:
         """The coroutine of this job, for the event loop; `end` continues when it has ended. None if the job has to be
         run in the worker's thread: its handler is not async, or `run` will report an error."""
         try:
+            if self._decoded is None or self._decoded[0] is not record:
+                self._decoded = record, *self._read(job_id, record, fence)
+            if not self._handlers.is_async(self._decoded[2].type):
+                return None
+            self._event_loop.start()
             data, job = self._open(job_id, record, fence)
-            if self._handlers.is_async(job.type):
-                # Creates the coroutine, but runs no code of the user.
-                return self._make_run(job_id, self._handlers.for_type(job.type)(data, job))
-            self._decoded = record, data, job
-        except (InvalidData, TypeError):
-            pass
-        return None
+            # Creates the coroutine, but runs no code of the user.
+            return self._make_run(job_id, self._handlers.for_type(job.type)(data, job))
+        except (InvalidData, TypeError, OSError, RuntimeError):
+            return None
 
     def end(self, run: Run, fence: int) -> Failure | None:
-        """None if the coroutine returned. On the event loop."""
-        words = run.words
+        """None if the coroutine returned. On the event loop; `close_run` follows."""
+        if run.words is not None:
+            # Code of the user may encode a result or describe an exception, and block the loop.
+            run.words[STEP] = time.monotonic_ns()
         try:
-            result = self._outcome(run)
-            if words is not None:
-                # A result may be encoded by code of the user, which may block the loop.
-                words[STEP] = time.monotonic_ns()
-            self._keep_result(result)
+            self._keep_result(self._outcome(run))
         except BaseException as exc:
             return self._fail(exc, fence)
         finally:
             exit_if_forked_from(self._pid)
-            self._close_run(run)
         return None
 
     def run_chain(self, run: Run, advance: Callable[[Run], Run | None]) -> None:
@@ -213,7 +212,7 @@ class AttemptRunner:
         exit_if_forked_from(self._pid)
         strip_forq_frames(exc)
         if self._interrupted is not None:
-            return _describe_interruption(exc, self._interrupted, self._kill_cause)
+            return _describe_interruption(exc, self._interrupted)
         self.raised = exc
         return describe_failure(exc, self._server_ms(fence))
 
@@ -299,11 +298,12 @@ class AttemptRunner:
         self._run = position, run
         if self.killed == position:
             # `cancel` came before `_run` was set.
-            run.cancelled = self._killed_as
+            run.cancelled, run.cause = self._killed_as, self._kill_cause
         return run
 
     def _outcome(self, run: Run) -> Any:
         """Returns the result of a coroutine that has ended, or raises why it failed."""
+        thrown = run.thrown is not None
         try:
             return run.outcome()
         except BaseException as exc:
@@ -313,11 +313,12 @@ class AttemptRunner:
                     late = _DeadlinePassed(f"cancelled at its deadline, after {self.timeout_seconds:g} s")
                     # Shows where the handler was cancelled.
                     raise late.with_traceback(exc.__traceback__) from None
-            elif run.cancelled is not None:
-                self._interrupted = run.cancelled
+            elif run.cancelled is not None and not thrown:
+                self._interrupted = run
             raise
 
-    def _close_run(self, run: Run) -> None:
+    def close_run(self, run: Run) -> None:
+        """The slot no longer shows a coroutine."""
         self._run = None
         if run.words is not None:
             run.words[STEP] = run.words[LENIENCE] = 0
@@ -330,7 +331,7 @@ class AttemptRunner:
         # In this order: the worker reads `killed` after it has set `_run`.
         self._killed_as, self._kill_cause, self.killed = outcome, cause, at
         if (running := self._run) is not None and position in (None, running[0]):
-            self._event_loop.cancel(running[1], outcome)
+            self._event_loop.cancel(running[1], outcome, cause)
 
     def coroutine_stack(self) -> str | None:
         """Minder: where the coroutine of the running job is; None if no coroutine runs."""
@@ -442,10 +443,11 @@ def describe_failure(exc: BaseException, now_ms: int = 0) -> Failure:
     return Failure(orjson.dumps(error), orjson.dumps(brief), kind, _retry_at_ms(exc))
 
 
-def _describe_interruption(exc: BaseException, outcome: Cancelled, cause: str) -> Failure:
+def _describe_interruption(exc: BaseException, run: Run) -> Failure:
     """Whatever the coroutine raised after it was cancelled is not its failure. The traceback shows where it was."""
     stack = orjson.dumps(safe_text(lambda: _traceback(exc))[-MAX_TRACEBACK:])
-    return Failure(stack, cause.encode(), outcome.value, None)
+    assert run.cancelled is not None
+    return Failure(stack, run.cause.encode(), run.cancelled.value, None)
 
 
 def _describe_snooze(exc: BaseException, now_ms: int) -> Failure:

@@ -1,8 +1,8 @@
 """The event loop of a queue's process: one thread that runs the coroutines of all its workers.
 
 1. A worker hands over the coroutine of its job and waits. When the job has ended, the loop itself starts the next one
-   of the worker's batch, so that only a batch costs a change of threads. `concurrency` is the number of jobs on the
-   loop, and jobs can share locks, sessions and connection pools.
+   of the worker's batch: threads change once per batch, not per job. `concurrency` is the number of jobs on the loop,
+   and jobs can share locks, sessions and connection pools.
 2. A job's asyncio task is cancelled at its deadline, when the job is killed, and at the end of the grace period.
 3. While code of a job runs on the loop, its slot shows since when (STEP). If the loop is blocked, all its jobs miss
    their deadlines; the supervisor then finds the job that blocks it, even if C code holds the interpreter.
@@ -18,7 +18,7 @@ import time
 from asyncio import AbstractEventLoop, Handle
 from collections import deque
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from contextvars import Context, ContextVar, copy_context
 from enum import Enum
 from types import FrameType
@@ -37,7 +37,8 @@ CANCEL_MS = 1000
 # A loop that does not deliver a cancellation within this time counts as blocked. Below CANCEL_MS: the blocker must be
 # known when the supervisor kills the process.
 BLOCKED_SECONDS = 0.5
-LEAST_WAIT_SECONDS = 0.001
+# A run that ended just before its deadline may take this long until the next one follows: its result is encoded.
+FOLLOW_SECONDS = 0.05
 # For tasks that jobs left behind, and for the thread itself.
 CLOSE_SECONDS = 1.0
 # Of a coroutine without timeout: threading accepts no infinity.
@@ -77,7 +78,11 @@ class EventLoop:
 
     def begin(self, run: "Run", advance: "Advance | None" = None) -> "Chain":
         """Starts a coroutine, and whatever `advance` returns when it has ended, in copies of the caller's context."""
-        loop = self._loop or self._start()
+        try:
+            loop = self._loop or self.start()
+        except BaseException:
+            run.close()
+            raise
         chain = Chain(loop, run, copy_context(), advance)
         # Cheaper than call_soon_threadsafe: one wake-up for several runs, and fewer system calls.
         self._pending.append((chain.context, run))
@@ -87,40 +92,40 @@ class EventLoop:
         return chain
 
     def finish(self, chain: "Chain") -> None:
-        """Waits until the chain has ended. Cancels a coroutine at its deadline."""
+        """Waits until the chain has ended. Cancels a coroutine at its deadline. All runs of a chain have the same
+        timeout, so the deadline of a later one is never earlier."""
         ended = chain.ended
-        while True:
+        while not chain.over:
             run = chain.run
             try:
-                # Not zero: a run that has ended in time may not have been followed by the next one yet.
-                wait = _NO_TIMEOUT if run.due is None else max(LEAST_WAIT_SECONDS, run.due - _monotonic())
-                if ended.acquire(timeout=wait):
-                    break
-                if run.finished or chain.run is not run:
-                    continue
-                requested_ns = _monotonic_ns()
-                self.cancel(run, Cancelled.TIMEOUT)
-                if ended.acquire(timeout=BLOCKED_SECONDS):
-                    break
-                if not run.finished:
-                    self._show_blocker(run, requested_ns)
-                # The chain ends with a run that was cancelled.
-                run.due = None
-            except BaseException:  # raised in this thread by a signal handler, or by another thread
+                if run.finished:
+                    ended.acquire(timeout=FOLLOW_SECONDS)
+                elif run.due is None or run.overdue:
+                    # The chain ends with a run that was cancelled.
+                    ended.acquire()
+                elif not ended.acquire(timeout=max(0.0, run.due - _monotonic())) and not run.finished:
+                    run.overdue = True
+                    requested_ns = _monotonic_ns()
+                    self.cancel(run, Cancelled.TIMEOUT)
+                    if not ended.acquire(timeout=BLOCKED_SECONDS) and not run.finished:
+                        self._show_blocker(run, requested_ns)
+            except BaseException as exc:  # raised in this thread by a signal handler, or by another thread
+                # The job that runs now fails with it.
+                chain.run.thrown = exc
                 self.cancel(chain.run, Cancelled.RETURNED)
         if chain.raised is not None:
             raise chain.raised
 
-    def cancel(self, run: "Run", why: Cancelled) -> None:
+    def cancel(self, run: "Run", why: Cancelled, cause: str = "") -> None:
         loop = self._loop
         if loop is not None:
             # The loop is closed: the process is ending.
             with suppress(RuntimeError):
-                loop.call_soon_threadsafe(run.cancel, why)
+                loop.call_soon_threadsafe(run.cancel, why, cause)
 
     def call(self, callback: Callable[[], object]) -> None:
         """Calls it on the loop."""
-        loop = self._loop or self._start()
+        loop = self._loop or self.start()
         loop.call_soon_threadsafe(callback)
 
     def close(self) -> None:
@@ -165,16 +170,21 @@ class EventLoop:
             # Runs when the loop is no longer blocked.
             loop.call_soon_threadsafe(words.__setitem__, STEP, 0)
 
-    def _start(self) -> AbstractEventLoop:
+    def start(self) -> AbstractEventLoop:
+        """Starts the thread, if it does not run. Raises OSError or RuntimeError if the process has reached a limit."""
         with self._starting:
             if self._loop is None:
-                loop = asyncio.new_event_loop()
-                self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-                loop.add_reader(self._wake_fd, self._start_pending, loop)
-                self._thread = threading.Thread(target=self._run, args=(loop,), name="forq-event-loop", daemon=True)
-                self._thread.start()
+                with ExitStack() as undo:
+                    loop = asyncio.new_event_loop()
+                    undo.callback(loop.close)
+                    self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+                    undo.callback(os.close, self._wake_fd)
+                    loop.add_reader(self._wake_fd, self._start_pending, loop)
+                    thread = threading.Thread(target=self._run, args=(loop,), name="forq-event-loop", daemon=True)
+                    thread.start()
+                    undo.pop_all()
                 os.register_at_fork(after_in_child=self._stop_after_fork)
-                self._loop = loop
+                self._loop, self._thread = loop, thread
             return self._loop
 
     def _start_pending(self, loop: AbstractEventLoop) -> None:
@@ -213,16 +223,17 @@ class Chain:
     """Coroutines that a worker runs one after the other. `advance` is called on the loop with the one that has ended,
     and returns the next one, or None: the worker's thread has to continue."""
 
-    __slots__ = ("_advance", "_loop", "context", "ended", "raised", "run")
+    __slots__ = ("_advance", "_loop", "context", "ended", "over", "raised", "run")
 
     def __init__(self, loop: AbstractEventLoop, run: "Run", context: Context, advance: "Advance | None") -> None:
         self.run = run
         self.context = context
         # Of `advance`.
         self.raised: BaseException | None = None
-        # Released at the end.
+        # Released when `over` is set: an exception may interrupt the thread that has just acquired it.
         self.ended = threading.Lock()
         self.ended.acquire()
+        self.over = False
         self._loop = loop
         self._advance = advance
         run.on_end = self._continue
@@ -233,11 +244,17 @@ class Chain:
         except BaseException as exc:  # raised by forq's own code: the worker reports it
             self.raised, following = exc, None
         if following is None:
+            self.over = True
             self.ended.release()
             return
         following.on_end = self._continue
         self.run = following
-        self.context.copy().run(following.start, self._loop)
+        context = self.context.copy()
+        if self._loop.get_task_factory() is None:
+            context.run(following.start, self._loop)
+        else:
+            # An eager task would run inside this one.
+            self._loop.call_soon(following.start, self._loop, context=context)
 
 
 class Run:
@@ -248,8 +265,8 @@ class Run:
     """
 
     __slots__ = (
-        *("_coroutine", "_pid", "_send", "_throw", "cancelled", "due", "finished", "job_id", "on_end", "raised"),
-        *("result", "started", "task", "words"),
+        *("_coroutine", "_pid", "_send", "_throw", "cancelled", "cause", "due", "finished", "job_id", "on_end"),
+        *("overdue", "raised", "result", "started", "task", "thrown", "words"),
     )
 
     def __init__(
@@ -262,11 +279,16 @@ class Run:
         self.job_id = job_id
         self.words = words
         self.due = due
+        # It was cancelled at its deadline.
+        self.overdue = False
+        # Raised in the thread of its worker while that waited.
+        self.thrown: BaseException | None = None
         self.on_end: Callable[[], None] = _nothing
         self.result: Any = None
         self.raised: BaseException | None = None
         # Why it was cancelled; set by the loop's thread, or before the start.
         self.cancelled: Cancelled | None = None
+        self.cause = ""
         self.task: asyncio.Task[None] | None = None
         self.started = self.finished = False
         self._coroutine = coroutine
@@ -279,7 +301,7 @@ class Run:
 
     def outcome(self) -> Any:
         """At the end: returns the result of the coroutine, or raises its exception."""
-        raised, self.raised = self.raised, None
+        raised, self.raised, self.thrown = self.thrown or self.raised, None, None
         if raised is None:
             return self.result
         try:
@@ -296,15 +318,20 @@ class Run:
         try:
             self.task = loop.create_task(self._run())
             self.task.add_done_callback(self._task_done)
+            if self.cancelled is not None and self.started and not self.finished:
+                # The first step of an eager task is over, and did not know its task.
+                self.task.cancel()
         except BaseException as exc:  # a task factory of the user
             self.raised = exc
             self._coroutine.close()
             self._finish()
 
-    def cancel(self, why: Cancelled) -> None:
+    def cancel(self, why: Cancelled, cause: str) -> None:
         """On the loop."""
         # A kill by a user overrides a timeout; a task is cancelled once.
-        first, self.cancelled = self.cancelled is None, why if why is not Cancelled.TIMEOUT else self.cancelled or why
+        first = self.cancelled is None
+        if first or why is not Cancelled.TIMEOUT:
+            self.cancelled, self.cause = why, cause
         # A task that is cancelled before its first step would end without running at all.
         if first and self.started and not self.finished and self.task is not None:
             self.task.cancel()

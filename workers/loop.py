@@ -149,6 +149,8 @@ class WorkerLoop:
         self._idle_state = idle_state
         self._stats = stats
         self._micros: list[int] = []
+        # Places in the batch of interrupted jobs, which are in no statistics.
+        self._uncounted: list[int] = []
         self._failures = 0
         self._job_log = job_log or JobLog()
         # Logged after the next turn, whose reply has the outcome for the job.
@@ -252,7 +254,7 @@ class WorkerLoop:
         finish_output()
         self._adapt_batch_size((self._now() - progress.first_started) // max(progress.ran, 1))
 
-    def _continue_batch(self, progress: "BatchProgress", run: Run) -> Run | None:
+    def _continue_batch(self, progress: BatchProgress, run: Run) -> Run | None:
         """On the event loop: the coroutine of the current job has ended. Returns the one of the next job; None if the
         worker's thread has to continue: the batch has ended, a turn is due, or the next handler is not async."""
         failure = self._attempts.end(run, int(self._fence))
@@ -260,10 +262,14 @@ class WorkerLoop:
         progress.previous = progress.started
         progress.index += 1
         progress.ran += 1
+        if failure is None:
+            # Before the slot shows no coroutine: the job must not look overdue without one, whatever blocks the loop.
+            self.slot.words[POSITION] = progress.base | progress.index << INDEX_SHIFT
+        self._attempts.close_run(run)
         # A coroutine that was cancelled and returned nevertheless: see EventLoop.finish.
         return None if failure or run.cancelled else self._run_jobs(progress, on_loop=True)
 
-    def _run_jobs(self, progress: "BatchProgress", *, on_loop: bool = False) -> Run | None:
+    def _run_jobs(self, progress: BatchProgress, *, on_loop: bool = False) -> Run | None:
         """Runs the rest of the batch, up to the first job with an async handler: returns its coroutine.
 
         On the event loop, where nothing may block, it returns None before a turn and before other handlers."""
@@ -281,7 +287,11 @@ class WorkerLoop:
             if not self._failed:
                 position = (started >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT | base | index << INDEX_SHIFT | 1
                 if self._own_timeouts or batch[index][1][:1] != PLAIN_FLAG:
-                    self._publish_with_own_timeout(batch[index], position, base | index << INDEX_SHIFT, started)
+                    own_ms = self._own_timeout_ms(batch[index])
+                    if on_loop and own_ms != words[TIMEOUT]:
+                        # A chain has one timeout, and the message to the supervisor may block.
+                        break
+                    self._publish_with_timeout(own_ms, position, base | index << INDEX_SHIFT, started)
                 else:
                     words[POSITION] = position
             # TAKEN and the clock are read after the position is published. If pulse saw the previous position for long
@@ -337,6 +347,8 @@ class WorkerLoop:
             self._unsettled += 1
             if self._stats is not None:
                 self._micros.append(micros)
+        elif self._stats is not None:
+            self._uncounted.append(len(self._micros) + len(self._uncounted))
         if failure is None:
             self._done += (job_id, self._fence, micros)
             if (result := self._attempts.result) is not None:
@@ -431,23 +443,23 @@ class WorkerLoop:
         if timeout_ms and (changed or self._not_guarded_until(self._now() + timeout_ms * 1_000_000)):
             self._on_unguarded()
 
-    def _publish_with_own_timeout(
-        self, claimed: tuple[bytes, bytes], position: int, not_running: int, started: int
-    ) -> None:
+    def _own_timeout_ms(self, claimed: tuple[bytes, bytes]) -> int:
+        own_ms = self._attempts.own_timeout_ms(*claimed, int(self._fence))
+        return self._limits.timeout_ms if own_ms is None else own_ms
+
+    def _publish_with_timeout(self, timeout_ms: int, position: int, not_running: int, started: int) -> None:
         """Publishes the position of a job that may have a timeout of its own.
 
         If the timeout changes, the position shows meanwhile that no job runs: the supervisor must not combine the start
         of one job with the timeout of the next. It is notified if it would check this job too late."""
-        words, queue_timeout_ms = self.slot.words, self._limits.timeout_ms
-        own = self._attempts.own_timeout_ms(*claimed, int(self._fence))
-        timeout_ms = queue_timeout_ms if own is None else own
+        words = self.slot.words
         changed = words[TIMEOUT] != timeout_ms
         if changed:
             words[POSITION] = not_running
             words[TIMEOUT] = timeout_ms
             self._attempts.timeout_seconds = timeout_ms / 1000
         words[POSITION] = position
-        self._own_timeouts = self._attempts.has_task_timeouts or timeout_ms != queue_timeout_ms
+        self._own_timeouts = self._attempts.has_task_timeouts or timeout_ms != self._limits.timeout_ms
         if changed and timeout_ms and self._not_guarded_until(started + timeout_ms * 1_000_000):
             self._on_unguarded()
 
@@ -603,5 +615,8 @@ class WorkerLoop:
         """Once per batch. A fence is the server's time in µs at the claim."""
         micros, failures = self._micros, self._failures
         self._micros, self._failures = [], 0
+        if self._uncounted:
+            batch = [job for place, job in enumerate(batch) if place not in self._uncounted]
+            self._uncounted = []
         if micros:
             stats.count(int(self._fence), batch, micros, failures, self._now())

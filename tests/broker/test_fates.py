@@ -273,3 +273,11 @@ def test_an_interruption_of_an_earlier_claim_is_refused(queue: OneQueue, kind: s
     assert claimed != fence
     assert queue.inspector.job("a")["state"] == "waiting", "what the worker does not know of returns"
     assert queue.inspector.job("a")["attempts"] == []
+
+
+def test_an_interrupted_job_returns_before_the_jobs_behind_it(queue: OneQueue) -> None:
+    worker = queue.worker()
+    queue.enqueue("a", "b", "c", "d")
+    worker.turn(want=3)
+    assert interrupt(worker, "interrupted") == Fate("interrupted", 0, 1, 1)
+    assert worker.turn(want=4) == ["a", "b", "c", "d"]

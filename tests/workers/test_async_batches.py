@@ -2,11 +2,14 @@
 
 import asyncio
 import gc
+import inspect
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -17,7 +20,7 @@ from forq.workers.event_loop import Cancelled, Chain, Run
 from forq.workers.handlers import Handlers
 from forq.workers.loop import MAX_BATCH_NS, MAX_RESULTS_BYTES, SLOW_JOB_NS, BatchProgress
 from tests.support.drive.wait import wait_until
-from tests.workers.test_loop import LIMITS, NOTHING, Rig, jobs
+from tests.workers.loop_rig import LIMITS, NOTHING, Rig, jobs
 
 Handler = Callable[[Any, Any], Any]
 KEEPS = Limits(timeout_ms=0, size=10, priority=0, keeps_results=True, max_result_bytes=MAX_RESULTS_BYTES)
@@ -289,47 +292,191 @@ def test_an_error_of_forq_on_the_event_loop_is_raised_in_the_worker(rig: Make, m
         batch.step()
 
 
-def test_an_exception_in_the_waiting_thread_ends_its_coroutine_and_starts_no_other(
-    rig: Make, monkeypatch: pytest.MonkeyPatch
+class RaisingLock:
+    """Raises when the worker's thread waits, as a signal handler or another thread may do."""
+
+    def __init__(self, lock: Any, exc: BaseException, before: Callable[[], object]) -> None:
+        self._lock = lock
+        self._exc: BaseException | None = exc
+        self._before = before
+        self.release = lock.release
+
+    def acquire(self, timeout: float = -1) -> bool:
+        if self._exc is not None:
+            self._before()
+            raised, self._exc = self._exc, None
+            raise raised
+        return bool(self._lock.acquire(timeout=timeout))
+
+
+def raise_while_waiting(
+    batch: AsyncRig, monkeypatch: pytest.MonkeyPatch, before: Callable[[Chain], Callable[[], object]]
 ) -> None:
-    """A signal handler, or another thread, may raise one there."""
-    began = threading.Event()
-
-    async def handle(data: Any, job: Any) -> None:
-        began.set()
-        await asyncio.sleep(60)
-
-    batch = rig(handle, jobs("a", "b"), jobs(fence="7"), NOTHING)
-    batch.attempts.stopping = batch.loop._stop.is_set
-    raised: list[bool] = []
-
-    class Lock:
-        def __init__(self, lock: Any) -> None:
-            self._lock = lock
-            self.release = lock.release
-
-        def acquire(self, timeout: float = -1) -> bool:
-            if not raised:
-                assert began.wait(30)
-                raised.append(True)
-                # The rest of the batch would wait for 60 s.
-                batch.loop._stop.set()
-                raise KeyboardInterrupt
-            return bool(self._lock.acquire(timeout=timeout))
-
     begin = batch.attempts._event_loop.begin
 
     def begin_with_lock(run: Run, advance: Any = None) -> Chain:
         chain = begin(run, advance)
+        chain.ended = RaisingLock(chain.ended, KeyboardInterrupt("stop"), before(chain))  # type: ignore[assignment]
+        return chain
+
+    monkeypatch.setattr(batch.attempts._event_loop, "begin", begin_with_lock)
+
+
+def test_an_exception_in_the_waiting_thread_fails_the_job_that_runs(rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    began, cleaned_up = threading.Event(), threading.Event()
+
+    async def handle(data: Any, job: Any) -> None:
+        if job.id == "a":
+            began.set()
+            try:
+                await asyncio.sleep(60)
+            finally:
+                cleaned_up.set()
+
+    batch = rig(handle, jobs("a", "b"), jobs(fence="7"), NOTHING)
+    raise_while_waiting(batch, monkeypatch, lambda chain: lambda: began.wait(30))
+    batch.loop._stop.set()
+    monkeypatch.setattr(batch.loop._stop, "is_set", lambda: bool(batch.loop._failed))
+    batch.step()
+    batch.loop.settle()
+    (settled,) = [call for call in batch.consumer.calls if call.failed]
+    assert (settled.failed[0], settled.failed[5]) == (b"a", "retriable")
+    assert b"KeyboardInterrupt" in settled.failed[3]
+    assert cleaned_up.is_set()
+
+
+def test_an_exception_that_comes_when_the_batch_has_ended_is_ignored(
+    rig: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def handle(data: Any, job: Any) -> None:
+        pass
+
+    batch = rig(handle, jobs("a", "b"), NOTHING)
+
+    def over(chain: Chain) -> Callable[[], object]:
+        lock = chain.ended
+        # Acquired, but the thread does not learn it.
+        return lambda: lock.acquire(timeout=30)
+
+    raise_while_waiting(batch, monkeypatch, over)
+    batch.step()
+    batch.step()
+    assert batch.done() == [b"a", b"b"]
+
+
+def test_a_job_with_a_shorter_timeout_than_those_before_it_ends_in_time(rig: Make) -> None:
+    """The worker's thread waits for the deadline of the first job."""
+
+    async def handle(data: Any, job: Any) -> None:
+        await asyncio.sleep(60 if job.id == "b" else 0)
+
+    flat = [b"a", b"p5 1000\n[null,null,1]", b"b", b"o5 1000 0 0 0 0 0 t=50\n[null,null,1]", *jobs("c").jobs]
+    turn = Turn(paused=False, held=True, refused=[], fence="7", limits=LIMITS, jobs=flat)
+    batch = rig(handle, turn, jobs(fence="7"), NOTHING)
+    batch.step()
+    settled = batch.consumer.calls[1]
+    assert (settled.done[::3], settled.failed[0], settled.failed[5]) == ([b"a"], b"b", "timeout")
+    batch.step()
+    assert batch.done() == [b"a", b"c"]
+    assert batch.unguarded == 1, "the thread of the worker has sent it"
+
+
+def test_a_job_that_has_ended_never_looks_like_one_that_runs_without_a_coroutine(
+    rig: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When the chain ends, code that holds the interpreter may come next on the loop, before the worker's thread."""
+    seen: list[tuple[int, bool, int]] = []
+
+    async def handle(data: Any, job: Any) -> None:
+        if job.id == "b":
+            batch.loop._stop.set()
+
+    class Lock:
+        def __init__(self, lock: Any) -> None:
+            self.acquire = lock.acquire
+            self._lock = lock
+
+        def release(self) -> None:
+            seen.append((batch.word.index, batch.word.running, batch.slot.words[LENIENCE]))
+            self._lock.release()
+
+    batch = rig(handle, jobs("a", "b", "c"), NOTHING)
+    begin = batch.attempts._event_loop.begin
+
+    def begin_with_lock(run: Run, advance: Any = None) -> Chain:
+        held = threading.Event()
+
+        def advance_when_replaced(run: Run) -> Run | None:
+            assert held.wait(30)
+            following: Run | None = advance(run)
+            return following
+
+        chain = begin(run, advance_when_replaced)
         chain.ended = Lock(chain.ended)  # type: ignore[assignment]
+        held.set()
         return chain
 
     monkeypatch.setattr(batch.attempts._event_loop, "begin", begin_with_lock)
     batch.step()
+    assert seen == [(2, False, 0)]
+
+
+def test_a_loop_with_a_task_factory_of_the_user_runs_batches(rig: Make) -> None:
+    async def handle(data: Any, job: Any) -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_task_factory(lambda loop, coroutine, **more: asyncio.Task(coroutine, loop=loop, **more))
+        await asyncio.sleep(0)
+
+    batch = rig(handle, jobs("a", "b", "c"), NOTHING)
+    batch.step()
     assert batch.chains == 1
+    batch.step()
+    assert batch.done() == [b"a", b"b", b"c"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks came with Python 3.12")
+def test_eager_tasks_do_not_run_inside_one_another(rig: Make) -> None:
+    depths: list[int] = []
+
+    async def handle(data: Any, job: Any) -> None:
+        asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined]
+        depths.append(len(inspect.stack(0)))
+
+    rig(handle, jobs(*(f"j{number}" for number in range(20)))).step()
+    assert len(set(depths[1:])) == 1
+
+
+def test_a_job_fails_if_its_event_loop_cannot_start(rig: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handle(data: Any, job: Any) -> None:
+        pass
+
+    batch = rig(handle, jobs("a"), NOTHING)
+
+    def no_more() -> None:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(asyncio, "new_event_loop", no_more)
+    batch.step()
     batch.loop.settle()
-    (settled,) = [call for call in batch.consumer.calls if call.failed]
-    assert (settled.failed[0], settled.failed[5]) == (b"a", "interrupted")
+    failed = batch.consumer.calls[1].failed
+    assert failed[0] == b"a"
+    assert b"Too many open files" in failed[3]
+
+
+def test_an_interrupted_job_is_in_no_statistics(rig: Make) -> None:
+    async def handle(data: Any, job: Any) -> None:
+        if job.id == "a":
+            batch.loop.cancel(batch.slot.position, Cancelled.RETURNED, "killed")
+            await asyncio.sleep(60)
+
+    counted: list[list[bytes]] = []
+    batch = rig(handle, jobs("a", "b", "c"), jobs(fence="7"), NOTHING)
+    stats = SimpleNamespace(count=lambda fence, jobs, micros, *rest: counted.append([job for job, _ in jobs]))
+    batch.loop._stats = cast(Any, stats)
+    claimed = batch.loop._claim()
+    batch.loop._run_batch(claimed)
+    batch.loop._count_batch(cast(Any, stats), claimed)
+    assert counted == [[b"b", b"c"]]
 
 
 def test_runs_are_freed_without_the_garbage_collector(rig: Make) -> None:

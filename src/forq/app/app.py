@@ -356,7 +356,8 @@ class App:
 
     def _handler_of(self, job_type: str | None) -> Callable[[Any, Job], Any]:
         task = self._by_type.get(job_type or "")
-        return self if task is None else task.run_job
+        # A subclass may override the call.
+        return self if task is None or type(self).__call__ is not App.__call__ else task.run_job
 
     def __call__(self, data: Any, job: Job) -> Any:
         """Runs a job in a worker."""

@@ -41,8 +41,8 @@ end
 
 -- Returns the ids of `list`, in order, before all waiting jobs. Owned ids lose their owner. Ids that BLMOVE moved here
 -- but no turn claimed are hints of priority 5. The caller empties the processing list.
---   lost  (or nil) the job that was running when its worker was lost: id, outcome, cause (failures.count_loss). After a
---         timeout it goes to the back of its place; if it was killed, it is cancelled.
+--   lost  (or nil) the job that was running when its worker was lost, or that was interrupted: id, outcome, cause
+--         (failures.count_loss). After a timeout it goes to the back of its place; if it was killed, it is cancelled.
 --   kept  (or nil) ids (as keys) that stay with the worker; an entry of `list` with such an id is a stray hint.
 function claims.return_jobs(worker, list, lost, kept)
   if #list == 0 then return end

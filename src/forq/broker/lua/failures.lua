@@ -153,19 +153,18 @@ function failures.note_loss(lost, fence)
   journal.note(verb .. ' ' .. fence .. ' ' .. lost.id .. ' ' .. cause .. micros)
 end
 
--- Settles a job whose coroutine was cancelled, by a user or because its process stops, and has ended: 'interrupted'
--- returns it to the front of its place, uncounted; 'cancelled' removes it. As for failures.settle, but `failure` has the
--- stack (JSON) and the cause in place of error and brief error.
-function failures.settle_interrupted(id, settler, micros, failure)
-  local worker, fence = string.match(settler, '^(.*):(%d+)$')
-  if not claims.is_claim(redis.call('HGET', key('active'), id), worker, fence) then return nil end
+-- Settles a job of this worker whose coroutine was cancelled, by a user or because its process stops, and has ended:
+-- 'interrupted' returns it to the front of its place, uncounted; 'cancelled' removes it. Returns the fate. `failure`
+-- has the stack (JSON) and the cause in place of error and brief error.
+function failures.settle_interrupted(worker, id, micros, failure)
   local lost = { id = id, outcome = failure.kind, cause = failure.brief, micros = micros, stack = failure.error }
   claims.return_jobs(worker, { id }, lost)
   return lost.counted and failures.fate_of_lost_job(lost) or failures.fate('removed', 0, 0, 0)
 end
 
 -- Counts an attempt that was lost with its worker, or interrupted. `lost`: id, outcome ('stalled' | 'timed_out' |
--- 'interrupted' | 'suspect'), cause, micros, stack, peak. Sets lost.counted. A broken record (`job` is nil) stays unchanged.
+-- 'interrupted' | 'suspect'), cause, micros, stack, peak. Sets lost.counted. A broken record (`job` is nil) stays
+-- unchanged.
 function failures.count_loss(lost, owner, job)
   local outcome = lost.outcome == 'suspect' and 'interrupted' or lost.outcome
   attempts.add(lost.id, outcome, lost.cause, lost.micros, nil, lost.stack, lost.peak)

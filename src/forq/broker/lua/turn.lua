@@ -15,8 +15,9 @@ local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
 -- State of the turn, set by verbs.turn.
 local processor, worker, turn, want, keep, lane, done_count, failed_count
 local max_stalls, max_timeouts, processing
--- settled, refused: ids. limited: the limits held the worker back. fates: of the failed jobs.
-local settled, refused, limited, fates
+-- settled, refused: ids. interrupted: settled after the others. limited: the limits held the worker back. fates: of the
+-- failed jobs.
+local settled, refused, interrupted, limited, fates
 -- Ids that BLMOVE moved, if a claim would find them first anyway: then they can be claimed directly.
 local moved
 -- taken: claimed ids. exhausted: jobs that move to dead. attempt_of: attempt number by id, for records with counts.
@@ -82,11 +83,25 @@ end
 function turns.settle_failures(first)
   for i = 0, failed_count - 1 do
     local at = first + 8 * i
-    local id, kind = ARGV[at], ARGV[at + 5]
-    local settle = (kind == 'interrupted' or kind == 'cancelled') and failures.settle_interrupted or failures.settle
-    local fate = settle(id, worker .. ':' .. ARGV[at + 1], ARGV[at + 2], failures.read(at + 3))
-    if fate then settled[#settled + 1] = id else refused[#refused + 1] = id end
-    for _, value in ipairs(fate or { 'refused', 0, 0, 0 }) do fates[#fates + 1] = value end
+    local id, kind, fence = ARGV[at], ARGV[at + 5], ARGV[at + 1]
+    local fate, ends
+    if kind == 'interrupted' or kind == 'cancelled' then
+      ends = claims.is_claim(redis.call('HGET', key('active'), id), worker, fence)
+      if ends then interrupted[#interrupted + 1] = { at = at, first_fate = 4 * i } end
+    else
+      fate = failures.settle(id, worker .. ':' .. fence, ARGV[at + 2], failures.read(at + 3))
+      ends = fate
+    end
+    if ends then settled[#settled + 1] = id else refused[#refused + 1] = id end
+    for n, value in ipairs(fate or { 'refused', 0, 0, 0 }) do fates[4 * i + n] = value end
+  end
+end
+
+-- After the rest of the batch has returned: the interrupted job was ahead of it.
+function turns.settle_interrupted()
+  for _, job in ipairs(interrupted) do
+    local fate = failures.settle_interrupted(worker, ARGV[job.at], ARGV[job.at + 2], failures.read(job.at + 3))
+    for n, value in ipairs(fate) do fates[job.first_fate + n] = value end
   end
 end
 
@@ -313,7 +328,8 @@ function verbs.turn()
   -- Queues created by an earlier release lack some of them.
   max_stalls, max_timeouts = tonumber(options.max_stalls or 3), tonumber(options.max_timeouts or 3)
   processing = worker_key(processor, worker, 'processing')
-  settled, refused, limited, fates, moved = {}, {}, false, failed_count > 0 and {} or nil, {}
+  settled, refused, interrupted, limited, moved = {}, {}, {}, false, {}
+  fates = failed_count > 0 and {} or nil
   taken, reply, exhausted, attempt_of = {}, { 0, 0, 0, 0, 0, 0, 0, 0, 0, 0 }, {}, {}
   if fates then reply[11] = fates end
   bytes_left, check_bytes = READ_BYTES, false
@@ -326,6 +342,7 @@ function verbs.turn()
   turns.settle_failures(10 + 3 * done_count)
   timers.promote()
   local held = turns.keep_or_return()
+  turns.settle_interrupted()
   local fence = ''
   if has_limits and want > 0 and not paused then want = turns.within_limits() end
   if want > 0 and not paused then fence = turns.claim() end
