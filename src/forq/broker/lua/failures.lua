@@ -154,8 +154,8 @@ function failures.note_loss(lost, fence)
 end
 
 -- Settles a job whose coroutine was cancelled, by a user or because its process stops, and has ended: 'interrupted'
--- returns it to the front of its place, uncounted; 'cancelled' removes it. As for failures.settle, but `failure` has the
--- stack (JSON) and the cause in place of error and brief error.
+-- returns it to the front of its place, uncounted; 'cancelled' removes it. As for failures.settle, but `failure` has
+-- the stack (JSON) and the cause in place of error and brief error.
 function failures.settle_interrupted(id, settler, micros, failure)
   local worker, fence = string.match(settler, '^(.*):(%d+)$')
   if not claims.is_claim(redis.call('HGET', key('active'), id), worker, fence) then return nil end
@@ -165,7 +165,8 @@ function failures.settle_interrupted(id, settler, micros, failure)
 end
 
 -- Counts an attempt that was lost with its worker, or interrupted. `lost`: id, outcome ('stalled' | 'timed_out' |
--- 'interrupted' | 'suspect'), cause, micros, stack, peak. Sets lost.counted. A broken record (`job` is nil) stays unchanged.
+-- 'interrupted' | 'suspect'), cause, micros, stack, peak. Sets lost.counted. A broken record (`job` is nil) stays
+-- unchanged.
 function failures.count_loss(lost, owner, job)
   local outcome = lost.outcome == 'suspect' and 'interrupted' or lost.outcome
   attempts.add(lost.id, outcome, lost.cause, lost.micros, nil, lost.stack, lost.peak)
