@@ -94,7 +94,7 @@ LIMITS = Limits(timeout_ms=0, size=10, priority=0)
 
 
 def jobs(*ids: str, fence: str = "7", limits: Limits = LIMITS) -> Turn:
-    flat = [part for job_id in ids for part in (job_id.encode(), b"p5 1000\n[null,null,1]")]
+    flat = [part for job_id in ids for part in (job_id.encode(), b"p5 1000000\n[null,null,1]")]
     return Turn(paused=False, held=True, refused=[], fence=fence, limits=limits, jobs=flat)
 
 
@@ -384,7 +384,7 @@ def with_records(turn: Turn, *heads: bytes) -> Turn:
     return replace(turn, jobs=[part for pair in zip(turn.jobs[::2], records, strict=True) for part in pair])
 
 
-PLAIN, HOUR, SECOND = b"p5 1000", b"o5 1000 0 0 0 0 0 t=3600000", b"O5 1000 0 0 0 0 0 t=1000,r=3"
+PLAIN, HOUR, SECOND = b"p5 1000000", b"o5 1000000 0 0 0 0 0 t=3600000", b"O5 1000000 0 0 0 0 0 t=1000,r=3"
 
 
 def test_each_job_of_a_batch_has_its_own_timeout() -> None:
@@ -443,7 +443,7 @@ def test_the_timeout_of_a_task_applies_to_its_jobs() -> None:
         app.tasks[name] = app._by_type[name] = task
     turn = timed(60_000, "a", "b", "c")
     for number, name in enumerate(("slow", "plain", "slow")):
-        turn.jobs[2 * number + 1] = f'p5 1000\n[null,"{name}",{{}}]'.encode()
+        turn.jobs[2 * number + 1] = f'p5 1000000\n[null,"{name}",{{}}]'.encode()
     rig = Rig(app, turn)
     rig.step()
     assert seen == [
@@ -454,7 +454,7 @@ def test_the_timeout_of_a_task_applies_to_its_jobs() -> None:
 
 
 def test_a_broken_record_has_the_timeout_of_its_queue() -> None:
-    rig = Rig(lambda data, job: None, with_records(timed(60_000, "a"), b"o5 1000 0 0 0 0 0 t=soon"), NOTHING)
+    rig = Rig(lambda data, job: None, with_records(timed(60_000, "a"), b"o5 1000000 0 0 0 0 0 t=soon"), NOTHING)
     rig.step()
     assert rig.slot.timeout_ms == 60_000
     rig.loop.settle()
@@ -555,7 +555,7 @@ def with_options(*jobs_with_options: tuple[str, str], limits: Limits) -> Turn:
     """Jobs with packed options; '' for none."""
     flat = []
     for job_id, options in jobs_with_options:
-        head = f"o5 1000 0 0 0 0 0 {options}" if options else "p5 1000"
+        head = f"o5 1000000 0 0 0 0 0 {options}" if options else "p5 1000000"
         flat += [job_id.encode(), f"{head}\n[null,null,1]".encode()]
     return Turn(paused=False, held=True, refused=[], fence="7", limits=limits, jobs=flat)
 
@@ -598,7 +598,7 @@ def answers() -> int:
 def test_the_options_of_a_task_are_sent_with_failures_and_results() -> None:
     flat = []
     for job_id, name in (("a", "answers"), ("b", "fails")):
-        flat += [job_id.encode(), f'p5 1000\n[null,"{name}",{{}}]'.encode()]
+        flat += [job_id.encode(), f'p5 1000000\n[null,"{name}",{{}}]'.encode()]
     batch = Turn(paused=False, held=True, refused=[], fence="7", limits=KEEPS_OWN, jobs=flat)
     rig = Rig(APP, batch, NOTHING)
     rig.step()
