@@ -17,7 +17,7 @@ from forq.broker.scripts import Script
 from forq.job import new_id
 from tests.support.drive.server import Server
 
-RECORD = b'p5 1700000000000\n[null,null,{"to":"someone@example.org","n":12345}]'
+RECORD = b'p5 1700000000000000\n[null,null,{"to":"someone@example.org","n":12345}]'
 BATCHES = (1, 8, 64, 256)
 
 # ARGV: want, then the ids to settle. Ids move from `{q}p` to `{q}w`; the answer is id, record, id, record ...

@@ -66,7 +66,7 @@ def scrape(server: Server, queues: int, rounds: int) -> None:
         board.slot(board.take()).queue = name
         board.slot(slot).state = 2
         stats.take(slot, name)
-        stats.of_slot(slot).count(10**15, [(b"", b"p5 1763000000000\n")] * 50, list(range(50)), 1, 1)
+        stats.of_slot(slot).count(10**15, [(b"", b"p5 1763000000000000\n")] * 50, list(range(50)), 1, 1)
     with tempfile.TemporaryDirectory() as directory:
         path = f"{directory}/control.sock"
         listener = listen(path)

@@ -368,11 +368,11 @@ class FailAttemptRunner(AttemptRunner):
 def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, Job]:
     """Decodes a claimed record."""
     if packed[:1] == b"p":
-        # The common case, decoded in as few steps as possible: FLAG PRIORITY ' ' ENQUEUED_MS '\n' BODY.
+        # The common case, decoded in as few steps as possible: FLAG PRIORITY ' ' ENQUEUED_US '\n' BODY.
         newline = packed.find(b"\n", 3)
         try:
             identifier, job_type, data, *rest = orjson.loads(packed[newline + 1 :])
-            enqueued_at = int(packed[3:newline]) / 1000
+            enqueued_at = int(packed[3:newline]) / 1e6
             job = Job(queue, job_id, identifier or job_id, job_type, packed[1] - 48, enqueued_at, fence)
             if rest:
                 job.trace = rest[0]
@@ -382,7 +382,7 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
     record = unpack(packed)
     counts = (record.retry_count, record.stall_count, record.timeout_count)
     identifier = record.identifier or job_id
-    enqueued_at = record.enqueued_ms / 1000
+    enqueued_at = record.enqueued_us / 1e6
     about = (identifier, record.type, record.priority, enqueued_at)
     tick_ms = None if record.options is None else record.options.tick_ms
     return record.data, Job(queue, job_id, *about, fence, counts, record.trace, record.snooze_count, tick_ms)

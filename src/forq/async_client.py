@@ -607,7 +607,7 @@ class AsyncQueue:
             identifier=record.identifier or lease.job_id,
             data=record.data,
             fence=lease.fence,
-            enqueued_at=record.enqueued_ms / 1000,
+            enqueued_at=record.enqueued_us / 1e6,
             lease_seconds=lease.lease_ms / 1000,
             _queue=self,
             _awaiter=awaiter,

@@ -318,7 +318,10 @@ class Queue:
 
     def cancel(self, id: str) -> bool:
         """Removes a waiting, scheduled or blocked job; False if it runs, has ended or never existed."""
-        return self._producer().cancel(id)
+        return self._cancel(id)
+
+    def _cancel(self, id: str, identity: JobIdentity | None = None) -> bool:
+        return self._producer().cancel(id, identity)
 
     def remove(self, id: str) -> bool:
         """Removes a job. A running one is not interrupted, but dropped when it ends, whatever its outcome."""
@@ -653,7 +656,7 @@ class _ReleaseRequest:
             identifier=record.identifier or lease.job_id,
             data=record.data,
             fence=lease.fence,
-            enqueued_at=record.enqueued_ms / 1000,
+            enqueued_at=record.enqueued_us / 1e6,
             lease_seconds=lease.lease_ms / 1000,
             _leases=self._leases,
             _awaiter=self._awaiter,

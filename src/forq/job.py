@@ -157,7 +157,7 @@ class Job:
     def run_id(self) -> str:
         """Identifies one run of the job: the same in all its attempts, another one after a retry of the dead job or a
         new dispatch with the same id."""
-        return f"{self.id}@{round(self.enqueued_at * 1000)}"
+        return f"{self.id}@{round(self.enqueued_at * 1e6)}"
 
     @property
     def tick(self) -> datetime | None:

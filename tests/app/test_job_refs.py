@@ -82,10 +82,28 @@ class InThread:
         return self._answer[0]
 
 
-def wait_for_next_millisecond(queue: OneQueue) -> None:
-    """Jobs with the same id are told apart by the millisecond of their enqueue."""
-    seconds, micros = queue.redis.time()
-    wait_until(lambda: queue.redis.time() >= (seconds, micros + 1000 - micros % 1000), what="the next millisecond")
+def enqueued_us(ref: JobRef[Any]) -> int:
+    assert ref._identity is not None
+    return int(ref._identity.enqueued_us)
+
+
+def two_in_one_millisecond(queue: OneQueue, app: forq.App) -> tuple[JobRef[Any], JobRef[Any]]:
+    """Refs of a job that is done, and of one with its id that was enqueued in the same millisecond and waits."""
+    worker = queue.worker()
+    for _ in range(1000):
+        first = enqueue(app)
+        run_next(worker, '"first"')
+        second = enqueue(app)
+        if enqueued_us(first) // 1000 == enqueued_us(second) // 1000:
+            return first, second
+        run_next(worker, '"another"')
+    raise AssertionError("no two jobs were enqueued in the same millisecond")
+
+
+def date(queue: OneQueue, enqueued_us: int) -> None:
+    """Changes the enqueue time of the job, as if the server's clock had been different then."""
+    flag, _, body = queue.redis.hget(queue.key("jobs"), "a").partition(b"\n")
+    queue.redis.hset(queue.key("jobs"), "a", flag[:3] + str(enqueued_us).encode() + b"\n" + body)
 
 
 def registered(queue: OneQueue) -> None:
@@ -97,7 +115,6 @@ def test_the_result_of_a_later_job_is_not_returned(queue: OneQueue, app: forq.Ap
     first = enqueue(app)
     run_next(worker, '"first"')
     assert read(first) == "first"
-    wait_for_next_millisecond(queue)
     second = enqueue(app)
     run_next(worker, '"second"')
     assert read(second) == "second"
@@ -137,7 +154,6 @@ def test_the_error_of_an_earlier_job_is_not_raised(queue: OneQueue, app: forq.Ap
     first = enqueue(app)
     worker.turn(want=1)
     worker.turn(failed="a", error='{"name":"Oops","message":"no"}')
-    wait_for_next_millisecond(queue)
     second = enqueue(app)
     run_next(worker, '"second"')
     assert read(second) == "second"
@@ -234,7 +250,6 @@ def test_a_job_behind_a_dead_one_is_found_after_a_long_outage(queue: OneQueue, a
     wait = ResultWait("q", "a", None)
     waiter = ResultWaiter(app.client.link(), app.client.prefix, "q", "a", behind._identity)
     assert wait.check(waiter) is None
-    wait_for_next_millisecond(queue)
     worker.turn(failed="a", error='{"name":"Oops","message":"no"}')
     # Its registration and the stored end have expired meanwhile.
     queue.redis.delete(queue.key("waiters"), *queue.redis.keys("*:told:*"))
@@ -248,9 +263,111 @@ def test_a_job_behind_a_dead_one_is_found_after_a_long_outage(queue: OneQueue, a
 def test_cancel_leaves_a_later_job_with_the_id_alone(queue: OneQueue, app: forq.App) -> None:
     first = enqueue(app)
     run_next(queue.worker(), '"first"')
-    wait_for_next_millisecond(queue)
     second = enqueue(app)
     assert not first.cancel()
     assert second.state() == "waiting"
     assert second.cancel()
     assert second.state() == "gone"
+
+
+def test_two_jobs_enqueued_in_one_millisecond_are_told_apart(queue: OneQueue, app: forq.App, read: Read) -> None:
+    first, second = two_in_one_millisecond(queue, app)
+    assert (first.state(), second.state()) == ("gone", "waiting")
+    assert read(first) == "first"
+    run_next(queue.worker("w2"), '"second"')
+    assert read(second) == "second"
+    with pytest.raises(UnknownJob):
+        read(first)
+
+
+def test_cancel_leaves_a_job_of_the_same_millisecond_alone(queue: OneQueue, app: forq.App) -> None:
+    first, second = two_in_one_millisecond(queue, app)
+    assert not first.cancel()
+    assert second.state() == "waiting"
+    assert second.cancel()
+
+
+def test_a_ref_of_a_blocked_job_does_not_mean_a_third_one(queue: OneQueue, app: forq.App, read: Read) -> None:
+    worker = queue.worker()
+    enqueue(app)
+    worker.turn(want=1)
+    behind = enqueue(app)
+    worker.turn(done="a", results={"a": '"first"'})
+    run_next(worker, '"behind"')
+    third = enqueue(app)
+    assert not behind.cancel()
+    run_next(worker, '"third"')
+    with pytest.raises(UnknownJob):
+        read(behind)
+    assert behind.state() == "gone"
+    assert read(third) == "third"
+
+
+def test_enqueues_behind_a_running_job_mean_the_same_job(queue: OneQueue, app: forq.App, read: Read) -> None:
+    worker = queue.worker()
+    enqueue(app)
+    worker.turn(want=1)
+    refs = enqueue(app), enqueue(app)
+    worker.turn(done="a", results={"a": '"first"'})
+    assert queue.inspector.job("a")["enqueued_at"] == enqueued_us(refs[0]) / 1e6
+    run_next(worker, '"behind"')
+    assert [read(ref) for ref in refs] == ["behind", "behind"]
+
+
+def test_a_blocked_job_that_was_merged_means_the_job_ahead(queue: OneQueue, app: forq.App, read: Read) -> None:
+    worker = queue.worker()
+    first = enqueue(app)
+    worker.turn(want=1)
+    behind = enqueue(app)
+    queue.recover(worker)
+    last = queue.worker("w2")
+    assert last.turn(want=1) == ["a"]
+    later = enqueue(app)
+    last.turn(done="a", results={"a": '"merged"'})
+    assert (first.state(), behind.state(), later.state()) == ("gone", "gone", "waiting")
+    assert [read(ref) for ref in (first, behind)] == ["merged", "merged"]
+    run_next(last, '"later"')
+    assert read(later) == "later"
+
+
+def test_cancel_of_a_running_job_leaves_the_one_blocked_behind_it_alone(queue: OneQueue, app: forq.App) -> None:
+    first = enqueue(app)
+    queue.worker().turn(want=1)
+    behind = enqueue(app)
+    assert not first.cancel()
+    assert behind.cancel()
+    assert not behind.cancel()
+
+
+def test_cancel_of_a_job_that_was_blocked_leaves_a_later_blocked_one_alone(queue: OneQueue, app: forq.App) -> None:
+    worker = queue.worker()
+    enqueue(app)
+    worker.turn(want=1)
+    behind = enqueue(app)
+    assert worker.turn(want=1, done="a") == ["a"]
+    later = enqueue(app)
+    assert not behind.cancel()
+    assert later.cancel()
+
+
+def test_a_later_job_with_an_earlier_time_is_another_one(queue: OneQueue, app: forq.App, read: Read) -> None:
+    """The server's clock was set back."""
+    first = enqueue(app)
+    worker = queue.worker()
+    run_next(worker, '"first"')
+    enqueue(app)
+    date(queue, enqueued_us(first) - 1)
+    assert not first.cancel()
+    run_next(worker, '"second"')
+    with pytest.raises(UnknownJob):
+        read(first)
+    assert first.state() == "gone"
+
+
+def test_an_update_after_the_clock_was_set_back_means_the_job(queue: OneQueue, app: forq.App, read: Read) -> None:
+    ref = enqueue(app)
+    date(queue, enqueued_us(ref) + 3_600_000_000)
+    updated = enqueue(app)
+    assert (ref.state(), updated.state()) == ("gone", "waiting")
+    run_next(queue.worker(), '"updated"')
+    assert read(updated) == "updated"

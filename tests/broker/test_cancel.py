@@ -2,6 +2,7 @@
 
 import pytest
 
+from forq.broker.enqueue import JobIdentity, new_job
 from forq.errors import UnknownQueue
 from tests.support.drive.one_queue import OneQueue, State
 
@@ -130,3 +131,37 @@ def test_cancelling_does_not_move_the_job_in_front_of_it(queue: OneQueue) -> Non
     queue.enqueue("a", "c")
     queue.producer.cancel("c")
     assert queue.worker().turn(want=9) == ["b", "a"]
+
+
+def stored(queue: OneQueue) -> JobIdentity:
+    ((_, identity),) = queue.producer.enqueue_identified([new_job(1, id="a")])
+    assert identity is not None
+    return identity
+
+
+def test_only_the_waiting_job_that_is_meant_is_cancelled(queue: OneQueue) -> None:
+    first = stored(queue)
+    assert queue.producer.cancel("a", first)
+    second = stored(queue)
+    assert not queue.producer.cancel("a", first)
+    assert queue.producer.cancel("a", second)
+
+
+def test_only_the_blocked_job_that_is_meant_is_cancelled(queue: OneQueue) -> None:
+    worker = queue.worker()
+    first = stored(queue)
+    worker.turn(want=1)
+    behind = stored(queue)
+    assert not queue.producer.cancel("a", first), "it runs"
+    assert queue.inspector.counts().blocked == 1
+    assert worker.turn(want=1, done="a") == ["a"]
+    later = stored(queue)
+    assert not queue.producer.cancel("a", behind), "it runs"
+    assert queue.producer.cancel("a", later)
+    assert queue.inspector.counts().blocked == 0
+
+
+def test_a_job_with_a_broken_record_can_be_cancelled(queue: OneQueue) -> None:
+    identity = stored(queue)
+    queue.redis.hset(queue.key("jobs"), "a", "broken")
+    assert queue.producer.cancel("a", identity)

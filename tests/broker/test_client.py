@@ -178,7 +178,7 @@ def test_an_id_with_several_deaths_means_the_newest(queue: OneQueue, q: Queue) -
 def test_all_dead_jobs_are_retried_or_discarded(queue: OneQueue, q: Queue) -> None:
     members = [f"j{number}@{number}" for number in range(250)]
     queue.redis.zadd(queue.key("dead"), dict.fromkeys(members, 5000))
-    queue.redis.hset(queue.key("dead:jobs"), mapping=dict.fromkeys(members, b'p5 1000\n[null,null,1]\n{"name":"E"}'))
+    queue.redis.hset(queue.key("dead:jobs"), mapping=dict.fromkeys(members, b'p5 1000000\n[null,null,1]\n{"name":"E"}'))
     queue.enqueue("j7")
     changed = q.retry_dead(all=True)
     assert (changed.done, refused(changed)) == (249, {"j7@7": Exists})

@@ -17,7 +17,7 @@ ATTEMPTS = [{"outcome": "failed", "cause": "timeout"}, {"outcome": "failed", "ca
 
 def pack(priority: int = 5, data: Any = None, identifier: str | None = None, attempts: Any = ATTEMPTS) -> bytes:
     body = json.dumps([identifier, None, data], separators=(",", ":"))
-    parts = [f"c{priority} 1000 3 2 1", body, json.dumps(ERROR)]
+    parts = [f"c{priority} 1000000 3 2 1", body, json.dumps(ERROR)]
     return "\n".join(parts + ([] if attempts is None else [json.dumps(attempts)])).encode()
 
 

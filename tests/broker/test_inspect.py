@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from forq.broker.enqueue import new_job
+from forq.broker.enqueue import Update, new_job
 from forq.broker.inspect import counts_of
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.errors import UnknownJob, UnknownQueue, UsageError
@@ -62,7 +62,7 @@ def test_the_oldest_waiting_job_is_found_in_any_list_behind_stale_hints(queue: O
     queue.enqueue("a", "b", "c")
     queue.enqueue("d", priority=9)
     queue.producer.cancel("a")
-    queue.redis.hset(queue.key("jobs"), "b", "p5 1000000\n[null,null,1]")
+    queue.redis.hset(queue.key("jobs"), "b", "p5 1000000000\n[null,null,1]")
     now = int(queue.redis.time()[0])
     assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(now - 1000, abs=5)
 
@@ -70,7 +70,7 @@ def test_the_oldest_waiting_job_is_found_in_any_list_behind_stale_hints(queue: O
 def enqueued_at(queue: OneQueue, job_id: str, seconds: float) -> None:
     """Sets the enqueue time of a job."""
     flag, _, rest = queue.redis.hget(queue.key("jobs"), job_id).decode().partition(" ")
-    old = re.sub(r"^\d+", str(round(seconds * 1000)), rest)
+    old = re.sub(r"^\d+", str(round(seconds * 1e6)), rest)
     queue.redis.hset(queue.key("jobs"), job_id, f"{flag} {old}")
 
 
@@ -120,6 +120,19 @@ def test_a_delayed_job_waits_only_from_its_run_at(queue: OneQueue) -> None:
     queue.redis.zadd(queue.key("scheduled"), {"b": 1})
     queue.recovery().promote(queue.name)
     assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "also with others behind it"
+
+
+def test_a_blocked_job_waits_only_from_the_end_of_the_job_ahead(queue: OneQueue) -> None:
+    queue.enqueue("a", "b")
+    worker = queue.worker()
+    worker.turn(want=2)
+    queue.producer.enqueue([new_job(2, id="a"), new_job(2, id="b", run_at=4_000_000_000)], Update("update"))
+    for job_id, entry in queue.hash("blocked").items():
+        head, _, body = entry.partition("\n")
+        queue.redis.hset(queue.key("blocked"), job_id, f"{head.rpartition(' ')[0]} 1000000000\n{body}")
+    worker.turn(done="ab")
+    assert queue.inspector.job("a")["enqueued_at"] == 1000
+    assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(0, abs=60)
 
 
 def test_the_oldest_job_is_not_always_the_first(queue: OneQueue) -> None:

@@ -19,8 +19,9 @@ from hypothesis.stateful import (
 )
 
 from forq.broker.claim import Results, Settled, Turn, report_progress
-from forq.broker.enqueue import Restored, Update, new_job
+from forq.broker.enqueue import JobIdentity, Restored, Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.record import unpack
 from forq.broker.recovery import Outcome, Position
 from forq.errors import Exists, Fenced, QueueFull
 from tests.broker.sweeping import sweeping_at_once
@@ -202,7 +203,21 @@ class QueueMachine(RuleBasedStateMachine):
             with pytest.raises(Exists if isinstance(refusal, Taken) else QueueFull):
                 self.queue.producer.enqueue(jobs, update)
         else:
-            assert self.queue.producer.enqueue(jobs, update) == expected
+            stored = self.queue.producer.enqueue_identified(jobs, update)
+            assert [job_id for job_id, _ in stored] == expected
+            if if_exists != "skip":
+                self._check_identities(stored)
+
+    def _check_identities(self, stored: list[tuple[str, JobIdentity | None]]) -> None:
+        """They have the times of the stored, updated or blocked jobs."""
+        records, blocked = self.queue.state().records, self.queue.hash("blocked")
+        for job_id, identity in stored:
+            if identity is None:
+                continue
+            times = [str(unpack(records[job_id]).enqueued_us)]
+            if job_id in blocked:
+                times.insert(0, blocked[job_id].partition("\n")[0].split(" ")[6])
+            assert (identity.enqueued_us, identity.ahead_us) == (*times, "")[:2]
 
     @rule(which=WORKERS)
     def block(self, which: int) -> None:

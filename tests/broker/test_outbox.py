@@ -13,7 +13,7 @@ from tests.support.drive.server import Server
 from tests.support.drive.wait import wait_until
 
 LINE = (
-    b'{"id":"a","fence":"7","died_ms":5000,"priority":"2","enqueued_ms":1000,"counts":[3,2,1],'
+    b'{"id":"a","fence":"7","died_ms":5000,"priority":"2","enqueued_us":1000000,"counts":[3,2,1],'
     b'"body":["Ann","mail",{"x":[]}],"error":{"name":"ValueError","message":"no"}}'
 )
 
@@ -120,7 +120,7 @@ def test_lines_of_a_deleted_queue_are_purged_even_if_held(queue: OneQueue) -> No
 
 def test_dead_jobs_of_a_deleted_queue_are_purged_with_their_fence(queue: OneQueue) -> None:
     queue.redis.zadd(queue.key("dead"), {"a@7": 1})
-    queue.redis.hset(queue.key("dead:jobs"), "a@7", b'p5 1000\n[null,null,1]\n{"name":"E"}\n[{"cause":"x"}]')
+    queue.redis.hset(queue.key("dead:jobs"), "a@7", b'p5 1000000\n[null,null,1]\n{"name":"E"}\n[{"cause":"x"}]')
     queue.registry.delete("q", force=True)
     logged: list[dict[str, object]] = []
     queue.registry.purge("q", logged.extend)

@@ -170,6 +170,15 @@ def test_delete_needs_force_while_there_are_jobs(queue: OneQueue) -> None:
         queue.enqueue("c")
 
 
+def test_a_blocked_job_of_a_deleted_queue_is_logged_with_its_enqueue_time(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    queue.worker().turn(want=1)
+    ((_, identity),) = queue.producer.enqueue_identified([new_job("behind", id="a")])
+    assert identity is not None
+    queue.registry.delete(queue.name, force=True)
+    assert [job["enqueued_at"] for job in purge(queue) if job["data"] == "behind"] == [int(identity.enqueued_us) / 1e6]
+
+
 @pytest.mark.spec("N7")
 def test_jobs_of_a_deleted_queue_are_logged_and_then_removed(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job({"x": 1}, id="a", identifier="Ann", type="mail")])

@@ -160,6 +160,16 @@ def test_a_blocked_dispatch_updates_the_active_job_when_it_comes_back(
         assert queue.inspector.counts().blocked == 0
 
 
+def test_a_job_that_was_blocked_is_marked_as_delayed(queue: OneQueue) -> None:
+    """Its age is not its waiting time."""
+    worker = queue.worker()
+    send(queue, Dispatch("first", None))
+    worker.turn(want=1)
+    send(queue, Dispatch("second", None))
+    worker.turn(done="a")
+    assert queue.state().records["a"][:1] == b"d"
+
+
 @pytest.mark.parametrize("ending", ["done", "returned", "reset"])
 def test_a_blocked_dispatch_with_a_future_time_is_marked_as_delayed(queue: OneQueue, ending: str) -> None:
     queue.registry.configure("q", {"max_retries": 9}, {})

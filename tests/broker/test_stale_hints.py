@@ -193,7 +193,7 @@ def test_swept_jobs_are_listed_and_explained_in_their_order(swept: OneQueue) -> 
 
 def test_the_oldest_job_is_found_among_swept_jobs(swept: OneQueue) -> None:
     begin_sweeping(swept)
-    swept.redis.hset(swept.key("jobs"), "a", b"p5 1000\n[null,null,1]")
+    swept.redis.hset(swept.key("jobs"), "a", b"p5 1000000\n[null,null,1]")
     oldest = swept.inspector.counts().oldest_waiting_seconds
     assert oldest is not None
     assert oldest > 1_000_000

@@ -18,7 +18,7 @@ FUTURE = 4_000_000_000  # epoch seconds
 def enqueued_at(queue: OneQueue, job_id: str, ms: int) -> None:
     """Sets the enqueue time of a job."""
     record = queue.redis.hget(queue.key("jobs"), job_id).decode()
-    queue.redis.hset(queue.key("jobs"), job_id, re.sub(r" \d+", f" {ms}", record, count=1))
+    queue.redis.hset(queue.key("jobs"), job_id, re.sub(r" \d+", f" {ms}000", record, count=1))
 
 
 def suspect(queue: OneQueue, *ids: str) -> None:
@@ -253,7 +253,7 @@ def test_one_claim_buries_a_bounded_number_of_suspects(redis_url: str, size: int
         ids = [f"j{each}" for each in range(number)]
         queue.enqueue(*ids)
         for job_id in ids:
-            queue.redis.hset(queue.key("jobs"), job_id, f'c5 1000 0 1 0 -1\n[null,null,"{"x" * size}"]')
+            queue.redis.hset(queue.key("jobs"), job_id, f'c5 1000000 0 1 0 -1\n[null,null,"{"x" * size}"]')
         queue.redis.zadd(queue.key("suspects"), dict.fromkeys(ids, 1000))
         queue.redis.hset(queue.key("counts"), "suspect_hints", len(ids))
         retry = queue.worker("r1", lane="retry")

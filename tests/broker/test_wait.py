@@ -554,7 +554,6 @@ def test_an_expired_waiter_finds_its_job_by_the_enqueue_time(queue: OneQueue) ->
     worker.turn(done="a", results={"a": '"mine"'})
     expire_waiters(queue)
     assert again(queue, status).done.result == "mine"  # type: ignore[union-attr]
-    time.sleep(0.002)
     queue.enqueue("a")
     assert again(queue, status).done.result == "mine", "another job is live"  # type: ignore[union-attr]
     run_next(queue, worker, "of the other one")
@@ -568,7 +567,6 @@ def test_an_expired_waiter_finds_its_dead_job_by_the_enqueue_time(queue: OneQueu
     expire_waiters(queue)
     assert again(queue, status).state == "gone"
     assert waiter(queue).error_of_last_dead(status.target) == {"name": "Oops"}
-    time.sleep(0.002)
     queue.enqueue("a")
     other = waiter(queue).check(None, VALID_MS)
     assert waiter(queue).error_of_last_dead(other.target) is None
@@ -667,3 +665,98 @@ def test_the_end_of_an_external_job_is_published(redis_url: str) -> None:
     queue.external.finish("w1", "a", result=b"[1]")
     assert waiting.result() == [1]
     queue.close()
+
+
+# Identities
+
+
+def identified(queue: OneQueue) -> ResultWaiter:
+    """Enqueues a job; returns a waiter that means this one."""
+    ((_, identity),) = queue.producer.enqueue_identified([new_job(1, id="a")])
+    assert identity is not None
+    return ResultWaiter(queue.link, DEFAULT_PREFIX, queue.name, "a", identity)
+
+
+def time_of(waiting: ResultWaiter) -> int:
+    assert waiting.identity is not None
+    return int(waiting.identity.enqueued_us)
+
+
+def result(waiting: ResultWaiter) -> Any:
+    """None if the job is not kept."""
+    done = waiting.check(None, VALID_MS).done
+    return done and done.result
+
+
+def test_jobs_enqueued_in_one_millisecond_are_told_apart(queue: OneQueue) -> None:
+    worker = queue.worker()
+    for _ in range(1000):
+        first = identified(queue)
+        run_next(queue, worker, "first")
+        second = identified(queue)
+        same = time_of(first) // 1000 == time_of(second) // 1000
+        assert (result(first), second.check(None, VALID_MS).state) == ("first", "live")
+        run_next(queue, worker, "second")
+        assert (result(first), result(second)) == (None, "second")
+        if same:
+            return
+    raise AssertionError("no two jobs were enqueued in the same millisecond")
+
+
+def test_a_blocked_job_is_not_confused_with_a_third_one(queue: OneQueue) -> None:
+    worker = claimed(queue, "a")
+    behind = identified(queue)
+    worker.turn(done="a", results={"a": '"first"'})
+    run_next(queue, worker, "behind")
+    assert result(behind) == "behind"
+    third = identified(queue)
+    run_next(queue, worker, "third")
+    assert (behind.check(None, VALID_MS).state, result(third)) == ("gone", "third")
+
+
+def test_all_enqueues_behind_a_running_job_have_the_time_of_the_first(queue: OneQueue) -> None:
+    worker = claimed(queue, "a")
+    waits = [identified(queue) for _ in range(3)]
+    assert {time_of(each) for each in waits} == {time_of(waits[0])}
+    worker.turn(done="a", results={"a": '"first"'})
+    run_next(queue, worker, "behind")
+    assert [result(each) for each in waits] == ["behind"] * 3
+
+
+def test_the_error_of_another_dead_job_of_the_id_is_not_returned(queue: OneQueue) -> None:
+    worker = queue.worker()
+    first = identified(queue)
+    run_next(queue, worker, "first")
+    second = identified(queue)
+    worker.turn(want=1)
+    worker.turn(failed="a", error='{"name":"Oops"}')
+    ended = first.check(None, VALID_MS)
+    assert first.error_of_last_dead(ended.target) is None
+    assert second.error_of_last_dead(ended.target) == {"name": "Oops"}
+
+
+def test_a_job_with_a_broken_record_is_waited_for(queue: OneQueue) -> None:
+    waiting = identified(queue)
+    queue.redis.hset(queue.key("jobs"), "a", "broken")
+    status = waiting.check(None, VALID_MS)
+    assert status.state == "live"
+    expire_waiters(queue)
+    assert again(queue, status).state == "live"
+
+
+def test_an_enqueue_behind_a_running_job_with_a_broken_record_has_its_own_time(queue: OneQueue) -> None:
+    worker = claimed(queue, "a")
+    queue.redis.hset(queue.key("jobs"), "a", "broken")
+    behind = identified(queue)
+    worker.turn(done="a")
+    run_next(queue, worker, "behind")
+    assert result(behind) == "behind"
+
+
+def test_an_update_of_a_broken_record_makes_a_new_job(queue: OneQueue) -> None:
+    earlier = identified(queue)
+    queue.redis.hset(queue.key("jobs"), "a", "broken")
+    updated = identified(queue)
+    run_next(queue, queue.worker(), "updated")
+    assert (result(earlier), result(updated)) == (None, "updated")
+    assert time_of(updated) > time_of(earlier)

@@ -134,7 +134,7 @@ RINGS: dict[str, tuple[object, ...]] = {
     "unawait": ("nobody", ""),
 }
 RINGS_NOBODY: dict[str, tuple[object, ...]] = {
-    "cancel": ("b", 0),
+    "cancel": ("b", 0, ""),
     "recover": (*NOBODY, 1, 0, 0, "interrupted", "left", "", "", ""),
     "evict": ("p9", "supervisor_lost"),
 }
@@ -163,7 +163,12 @@ WAKES: dict[str, tuple[object, ...]] = {
     "turn": (),
     "rescue": (),
 }
-WAKES_NOBODY: dict[str, tuple[object, ...]] = {"cancel": ("d", 0), "revive": ("gone@1",), "enqueue": (), "pause": (0,)}
+WAKES_NOBODY: dict[str, tuple[object, ...]] = {
+    "cancel": ("d", 0, ""),
+    "revive": ("gone@1",),
+    "enqueue": (),
+    "pause": (0,),
+}
 
 
 @pytest.mark.parametrize("verb", [*WAKES, *WAKES_NOBODY])

@@ -34,7 +34,7 @@ def scribe(forq: Forq) -> dict[str, Any]:
 def fail_by_hand(forq: Forq, queue: str, *jobs: str, fence: int = 7) -> None:
     """Fails a job permanently, as the script does."""
     key = f"forq:queue:{{{queue}}}:outbox"
-    entry = {"fence": str(fence), "died_ms": 5000, "priority": 3, "enqueued_ms": 1000, "counts": [1, 0, 0]}
+    entry = {"fence": str(fence), "died_ms": 5000, "priority": 3, "enqueued_us": 1_000_000, "counts": [1, 0, 0]}
     with redis.Redis.from_url(forq.url) as store:
         for job in jobs:
             line = {**entry, "id": job, "body": [f"name of {job}", None, {"n": job}], "error": {"name": "E"}}

@@ -12,8 +12,8 @@ from forq.procs.scoreboard import BUCKETS, AttemptStats, WorkerStats, cumulated
 CLAIMED_US = 1_763_000_000_500_000
 
 
-def record(enqueued_ms: int = 1_763_000_000_000, flag: str = "p") -> tuple[bytes, bytes]:
-    return b"id", f"{flag}5 {enqueued_ms}\n[null,null,1]".encode()
+def record(enqueued_us: int = 1_763_000_000_000_000, flag: str = "p") -> tuple[bytes, bytes]:
+    return b"id", f"{flag}5 {enqueued_us}\n[null,null,1]".encode()
 
 
 def count(
@@ -37,7 +37,7 @@ def test_every_duration_is_in_its_bucket(micros: list[int]) -> None:
 def test_a_wait_is_the_time_from_enqueue_to_claim_of_plain_records_only() -> None:
     stats = AttemptStats(4)
     stats.take(0, "q")
-    batch = [record(), record(flag="d"), record(1_763_000_000_499), (b"x", b"c5 1763000000000 1 0 0 0\n[]")]
+    batch = [record(), record(flag="d"), record(1_763_000_000_499_999), (b"x", b"c5 1763000000000000 1 0 0 0\n[]")]
     count(stats.of_slot(0), [1, 1, 1, 1], batch=batch)
     found = stats.read()["q"]
     assert (sum(found.wait), found.wait_micros) == (2, 500_000 + 1_000)
@@ -65,7 +65,7 @@ def test_an_invalid_record_has_no_wait_and_does_not_shift_the_others(broken: byt
 def test_a_clock_set_back_gives_a_wait_of_zero() -> None:
     stats = AttemptStats(4)
     stats.take(0, "q")
-    count(stats.of_slot(0), [5], batch=[record(1_763_000_999_999)])
+    count(stats.of_slot(0), [5], batch=[record(1_763_000_999_999_000)])
     found = stats.read()["q"]
     assert (found.wait[0], found.wait_micros) == (1, 0)
 
@@ -73,7 +73,7 @@ def test_a_clock_set_back_gives_a_wait_of_zero() -> None:
 def test_jobs_with_an_enqueue_time_in_1970_do_not_crash_the_worker() -> None:
     stats = AttemptStats(4)
     stats.take(0, "q")
-    ancient = [(b"a", b"p5 0000000000001\n[null,null,1]")] * 128
+    ancient = [(b"a", b"p5 0000000000001000\n[null,null,1]")] * 128
     for _ in range(100):
         count(stats.of_slot(0), [5] * 128, batch=ancient)
     assert sum(stats.read()["q"].wait) == 12_800

@@ -118,7 +118,7 @@ def test_dead_jobs_are_listed_shown_retried_and_discarded(clerk: Clerk, redis_ur
     with redis.Redis.from_url(redis_url) as store:
         for number in (7, 8):
             store.zadd("forq:queue:{q}:dead", {f"a@{number}": number})
-            store.hset("forq:queue:{q}:dead:jobs", f"a@{number}", 'p5 1000\n[null,null,1]\n{"name":"E"}')
+            store.hset("forq:queue:{q}:dead:jobs", f"a@{number}", 'p5 1000000\n[null,null,1]\n{"name":"E"}')
     verbs = clerk.verbs()
     assert [job["fence"] for job in verbs["dead.list"]({"name": "q"})["jobs"]] == [8, 7]
     assert verbs["dead.show"]({"name": "q", "id": "a@7"})["error"] == {"name": "E"}

@@ -82,7 +82,7 @@ def key(queue: str = "q", name: str = "outbox") -> str:
 
 
 def line(job: str) -> str:
-    entry = {"id": job, "fence": "7", "died_ms": 5000, "priority": 5, "enqueued_ms": 1000, "counts": [0, 0, 0]}
+    entry = {"id": job, "fence": "7", "died_ms": 5000, "priority": 5, "enqueued_us": 1_000_000, "counts": [0, 0, 0]}
     return json.dumps({**entry, "body": [None, None, {"n": job}], "error": {"name": "E", "message": "no"}})
 
 

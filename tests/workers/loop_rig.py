@@ -71,7 +71,7 @@ LIMITS = Limits(timeout_ms=0, size=10, priority=0)
 
 
 def jobs(*ids: str, fence: str = "7", limits: Limits = LIMITS) -> Turn:
-    flat = [part for job_id in ids for part in (job_id.encode(), b"p5 1000\n[null,null,1]")]
+    flat = [part for job_id in ids for part in (job_id.encode(), b"p5 1000000\n[null,null,1]")]
     return Turn(paused=False, held=True, refused=[], fence=fence, limits=limits, jobs=flat)
 
 

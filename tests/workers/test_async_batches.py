@@ -105,7 +105,7 @@ def test_handlers_that_are_not_async_run_in_the_thread_of_the_worker(rig: Make) 
     record = {"a": "async", "p": "plain"}
     flat = [
         part for job_id in ("a1", "a2", "p1", "p2", "a3")
-        for part in (job_id.encode(), b'p5 1000\n[null,"%s",1]' % record[job_id[0]].encode())
+        for part in (job_id.encode(), b'p5 1000000\n[null,"%s",1]' % record[job_id[0]].encode())
     ]  # fmt: skip
     turn = Turn(paused=False, held=True, refused=[], fence="7", limits=LIMITS, jobs=flat)
     batch = rig(async_handler, turn, NOTHING, types={"async": async_handler, "plain": plain})
@@ -370,7 +370,7 @@ def test_a_job_with_a_shorter_timeout_than_those_before_it_ends_in_time(rig: Mak
     async def handle(data: Any, job: Any) -> None:
         await asyncio.sleep(60 if job.id == "b" else 0)
 
-    flat = [b"a", b"p5 1000\n[null,null,1]", b"b", b"o5 1000 0 0 0 0 0 t=50\n[null,null,1]", *jobs("c").jobs]
+    flat = [b"a", b"p5 1000000\n[null,null,1]", b"b", b"o5 1000000 0 0 0 0 0 t=50\n[null,null,1]", *jobs("c").jobs]
     turn = Turn(paused=False, held=True, refused=[], fence="7", limits=LIMITS, jobs=flat)
     batch = rig(handle, turn, jobs(fence="7"), NOTHING)
     batch.step()

@@ -18,8 +18,8 @@ from forq.workers.attempt import AttemptRunner, read_job
 from forq.workers.handlers import Handlers
 from tests.support.drive.wait import wait_until
 
-PLAIN = b"p3 1700000000123\n" + pack_body({"a": [1, None]}, "mine", "mail")
-COUNTED = b"c3 1700000000123 1 2 3\n" + pack_body({"a": [1, None]}, None, None)
+PLAIN = b"p3 1700000000123456\n" + pack_body({"a": [1, None]}, "mine", "mail")
+COUNTED = b"c3 1700000000123456 1 2 3\n" + pack_body({"a": [1, None]}, None, None)
 
 
 def attempt(handler: Any, record: bytes = PLAIN, types: tuple[str | None, ...] = (None, "mail")) -> Any:
@@ -36,7 +36,7 @@ def test_the_handler_gets_the_data_and_a_job_without_it() -> None:
     data, job = got[0]
     assert data == {"a": [1, None]}
     assert (job.queue, job.id, job.identifier, job.type, job.priority) == ("q", "id1", "mine", "mail", 3)
-    assert (job.enqueued_at, job.fence) == (1700000000.123, 9)
+    assert (job.enqueued_at, job.fence) == (1700000000.123456, 9)
     assert (job.retry_count, job.stall_count, job.timeout_count) == (0, 0, 0)
     assert not hasattr(job, "data")
 
@@ -223,7 +223,7 @@ def test_attributes_of_a_job_that_runs() -> None:
     attempts.limits = Limits(0, 1, 0)
     attempts.run("id1", COUNTED, 9)
     (job,) = jobs
-    assert (job.attempt, job.run_id, job.tick, job.snoozes) == (7, "id1@1700000000123", None, 0)
+    assert (job.attempt, job.run_id, job.tick, job.snoozes) == (7, "id1@1700000000123456", None, 0)
     copy = pickle.loads(pickle.dumps(Job("q", "a", "a", None, 5, 1.5, 9, snoozes=2, tick_ms=1_700_000_000_000)))
     assert (copy.snoozes, copy.tick, copy.attempt) == (2, datetime(2023, 11, 14, 22, 13, 20, tzinfo=UTC), 1)
     assert (copy.should_stop, copy.is_last) == (False, False)
@@ -277,13 +277,13 @@ def tasks_of_an_app() -> AttemptRunner:
 
 def test_a_broken_record_has_no_options_of_the_task_that_ran_before() -> None:
     attempts = tasks_of_an_app()
-    assert attempts.run("a", b"p5 1700000000123\n" + pack_body({}, None, "send"), 1) is None
+    assert attempts.run("a", b"p5 1700000000123456\n" + pack_body({}, None, "send"), 1) is None
     assert attempts.task_options is not None
-    assert attempts.run("b", b"p5 1700000000123\nbroken", 1) is not None
+    assert attempts.run("b", b"p5 1700000000123456\nbroken", 1) is not None
     assert attempts.task_options is None
 
 
 def test_a_record_whose_type_is_not_text_fails_and_does_not_end_the_worker() -> None:
-    attempts, record = tasks_of_an_app(), b'p5 1700000000123\n[null,["send"],{}]'
+    attempts, record = tasks_of_an_app(), b'p5 1700000000123456\n[null,["send"],{}]'
     assert attempts.own_timeout_ms(b"a", record, 1) is None
     assert attempts.run("a", record, 1) is not None

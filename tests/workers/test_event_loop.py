@@ -22,7 +22,7 @@ from forq.workers.event_loop import Cancelled, EventLoop
 from forq.workers.handlers import Handlers
 from tests.support.drive.wait import wait_until
 
-RECORD = b"p5 1700000000123\n" + pack_body(1, None, None)
+RECORD = b"p5 1700000000123456\n" + pack_body(1, None, None)
 
 
 class Workers:

@@ -24,7 +24,7 @@ from forq.workers.handlers import Handlers
 from forq.workers.job_log import MAX_QUEUED, WRITE_WAIT_SECONDS, FailedAttempt, JobLog
 from tests.support.drive.wait import wait_until
 
-RECORD = b"p5 1700000000123\n" + pack_body(1, None, None)
+RECORD = b"p5 1700000000123456\n" + pack_body(1, None, None)
 AGAIN = Fate("retried", 4000, 2, 4)
 OVER = Fate("dead", 0, 4, 4)
 

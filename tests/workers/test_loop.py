@@ -237,7 +237,7 @@ def with_records(turn: Turn, *heads: bytes) -> Turn:
     return replace(turn, jobs=[part for pair in zip(turn.jobs[::2], records, strict=True) for part in pair])
 
 
-PLAIN, HOUR, SECOND = b"p5 1000", b"o5 1000 0 0 0 0 0 t=3600000", b"O5 1000 0 0 0 0 0 t=1000,r=3"
+PLAIN, HOUR, SECOND = b"p5 1000000", b"o5 1000000 0 0 0 0 0 t=3600000", b"O5 1000000 0 0 0 0 0 t=1000,r=3"
 
 
 def test_each_job_of_a_batch_has_its_own_timeout() -> None:
@@ -296,7 +296,7 @@ def test_the_timeout_of_a_task_applies_to_its_jobs() -> None:
         app.tasks[name] = app._by_type[name] = task
     turn = timed(60_000, "a", "b", "c")
     for number, name in enumerate(("slow", "plain", "slow")):
-        turn.jobs[2 * number + 1] = f'p5 1000\n[null,"{name}",{{}}]'.encode()
+        turn.jobs[2 * number + 1] = f'p5 1000000\n[null,"{name}",{{}}]'.encode()
     rig = Rig(app, turn)
     rig.step()
     assert seen == [
@@ -307,7 +307,7 @@ def test_the_timeout_of_a_task_applies_to_its_jobs() -> None:
 
 
 def test_a_broken_record_has_the_timeout_of_its_queue() -> None:
-    rig = Rig(lambda data, job: None, with_records(timed(60_000, "a"), b"o5 1000 0 0 0 0 0 t=soon"), NOTHING)
+    rig = Rig(lambda data, job: None, with_records(timed(60_000, "a"), b"o5 1000000 0 0 0 0 0 t=soon"), NOTHING)
     rig.step()
     assert rig.slot.timeout_ms == 60_000
     rig.loop.settle()

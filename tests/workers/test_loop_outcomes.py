@@ -48,7 +48,7 @@ def with_options(*jobs_with_options: tuple[str, str], limits: Limits) -> Turn:
     """Jobs with packed options; '' for none."""
     flat = []
     for job_id, options in jobs_with_options:
-        head = f"o5 1000 0 0 0 0 0 {options}" if options else "p5 1000"
+        head = f"o5 1000000 0 0 0 0 0 {options}" if options else "p5 1000000"
         flat += [job_id.encode(), f"{head}\n[null,null,1]".encode()]
     return Turn(paused=False, held=True, refused=[], fence="7", limits=limits, jobs=flat)
 
@@ -91,7 +91,7 @@ def answers() -> int:
 def test_the_options_of_a_task_are_sent_with_failures_and_results() -> None:
     flat = []
     for job_id, name in (("a", "answers"), ("b", "fails")):
-        flat += [job_id.encode(), f'p5 1000\n[null,"{name}",{{}}]'.encode()]
+        flat += [job_id.encode(), f'p5 1000000\n[null,"{name}",{{}}]'.encode()]
     batch = Turn(paused=False, held=True, refused=[], fence="7", limits=KEEPS_OWN, jobs=flat)
     rig = Rig(APP, batch, NOTHING)
     rig.step()

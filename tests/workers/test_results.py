@@ -12,7 +12,7 @@ from forq.broker.record import pack_body
 from forq.workers.attempt import MAX_REASON, AttemptRunner, encode_result
 from forq.workers.handlers import Handlers
 
-RECORD = b"p5 1700000000123\n" + pack_body(1, None, None)
+RECORD = b"p5 1700000000123456\n" + pack_body(1, None, None)
 
 
 def result_of(handler: Any, max_bytes: int = 100) -> bytes | None:

@@ -108,10 +108,7 @@ class JobRef(Generic[T]):
 
     def cancel(self) -> bool:
         """Removes the job if it has not started; False if it has."""
-        if self._identity is not None and self.state() == "gone":
-            # Another job may have its id now.
-            return False
-        return self._task.app.client.queue(self.queue).cancel(self.id)
+        return self._task.app.client.queue(self.queue)._cancel(self.id, self._identity)
 
     def result(self, timeout: float | timedelta | None = None) -> T:
         """Waits until the job is done and returns its result, with the type that the task declares.

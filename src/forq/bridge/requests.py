@@ -208,7 +208,7 @@ def _assignment_payload(queue: str, worker: str, lease: Lease) -> dict[str, Any]
         type=record.type,
         priority=record.priority,
         counts=(record.retry_count, record.stall_count, record.timeout_count),
-        enqueued_at=record.enqueued_ms / 1000,
+        enqueued_at=record.enqueued_us / 1e6,
         fence=lease.fence,
         trace=record.trace,
     )

@@ -42,21 +42,34 @@ class NewJob(NamedTuple):
 
 
 class JobIdentity(NamedTuple):
-    """Tells a job from others with its id (lua/results.lua, wait). It was stored in this epoch at this time, ready or
-    blocked; later claims have a higher fence."""
+    """Tells a job from others with its id: no two of them have the same enqueue time (lua/records.lua).
+
+    `fence`: the last one at the enqueue; later claims have a higher one. `ahead_us`: the enqueue time of the active job
+    that the job is blocked behind; '' if it is not.
+    """
 
     epoch: str
     fence: str
-    enqueued_ms: str
-    blocked: bool
+    enqueued_us: str
+    ahead_us: str = ""
+
+    def pack(self) -> str:
+        """The identity as the scripts read it (lua/records.lua, is_meant)."""
+        return f"{self.fence} {self.enqueued_us} {self.ahead_us}".rstrip()
 
     def is_other(self, job: Mapping[str, Any]) -> bool:
-        """Whether this job, as `Inspector.job` shows it, is another one with the id."""
+        """Whether this job, as `Inspector.job` or `DeadJobs.show` shows it, is another one with the id."""
         if "enqueued_at" not in job:
             return False
-        if round(job["enqueued_at"] * 1000) > int(self.enqueued_ms):
-            return not self.blocked
-        return job["state"] in ("done", "dead") and job["fence"] <= int(self.fence)
+        enqueued_us = str(round(job["enqueued_at"] * 1e6))
+        if enqueued_us == self.enqueued_us:
+            return False
+        # The job ahead has taken the changes of this one if it returned, and then was claimed again.
+        return enqueued_us != self.ahead_us or (job["state"] in ("done", "dead") and self.is_behind(job["fence"]))
+
+    def is_behind(self, fence: int) -> bool:
+        """Whether the job was blocked while the attempt with this fence ran."""
+        return self.ahead_us != "" and fence <= int(self.fence)
 
 
 def new_job(
@@ -197,11 +210,12 @@ class Producer:
         reply = self._enqueue(jobs, update, durable)
         if not reply:
             return []
-        epoch, fence, enqueued_ms, *blocked = reply[1].decode().split(" ")
-        ready = JobIdentity(epoch, fence, enqueued_ms, blocked=False)
-        found: list[tuple[str, JobIdentity | None]] = [(job.id, ready) for job in jobs]
-        for number in map(int, blocked):
-            found[number - 1] = (jobs[number - 1].id, ready._replace(blocked=True))
+        epoch, fence, enqueued_us, *others = reply[1].decode().split(" ")
+        new = JobIdentity(epoch, fence, enqueued_us)
+        found: list[tuple[str, JobIdentity | None]] = [(job.id, new) for job in jobs]
+        for other in others:
+            number, *times = other.split(":")
+            found[int(number) - 1] = (jobs[int(number) - 1].id, JobIdentity(epoch, fence, *times))
         for number, stored_id in _read_stored(reply):
             found[number - 1] = (stored_id, None)
         return found
@@ -272,16 +286,17 @@ class Producer:
             raise error_for(self.name, reply)
         return reply
 
-    def cancel(self, job_id: str) -> bool:
-        """Removes a waiting, scheduled or blocked job; False if there is none."""
-        return self._remove(job_id, mark_active=False) == 1
+    def cancel(self, job_id: str, identity: JobIdentity | None = None) -> bool:
+        """Removes a waiting, scheduled or blocked job; False if there is none. `identity`: only this job of the id."""
+        return self._remove(job_id, mark_active=False, identity=identity) == 1
 
     def remove(self, job_id: str) -> bool:
         """Removes a job. A running job is only marked: it is forgotten when it ends."""
         return self._remove(job_id, mark_active=True) > 0
 
-    def _remove(self, job_id: str, *, mark_active: bool) -> int:
-        reply = self.link.run(script("cancel"), self._base, check_job_id(job_id), int(mark_active))
+    def _remove(self, job_id: str, *, mark_active: bool, identity: JobIdentity | None = None) -> int:
+        meant = "" if identity is None else identity.pack()
+        reply = self.link.run(script("cancel"), self._base, check_job_id(job_id), int(mark_active), meant)
         if reply[0] != OK:
             raise error_for(self.name, reply)
         return int(reply[1])

@@ -310,9 +310,9 @@ def _job(job_id: str, state: str, packed: bytes) -> dict[str, Any]:
         fields = unpacked_fields(packed)
     except InvalidData as exc:
         return {"id": job_id, "state": state, "error": str(exc)}
-    enqueued_ms = fields.pop("enqueued_ms")
+    enqueued_us = fields.pop("enqueued_us")
     fields["identifier"] = fields["identifier"] or job_id
-    return {"id": job_id, "state": state, **fields, "enqueued_at": enqueued_ms / 1000}
+    return {"id": job_id, "state": state, **fields, "enqueued_at": enqueued_us / 1e6}
 
 
 def live_state(packed: bytes, owner: bytes | None, due_ms: bytes | None) -> str:

@@ -77,7 +77,7 @@ def read_line(queue: str, line: bytes) -> dict[str, Any]:
             "retry_count": retries,
             "stall_count": stalls,
             "timeout_count": timeouts,
-            "enqueued_at": int(entry["enqueued_ms"]) / 1000,
+            "enqueued_at": int(entry["enqueued_us"]) / 1e6,
             "died_at": int(entry["died_ms"]) / 1000,
             "fence": int(entry["fence"]),
             **({"options": options} if options else {}),

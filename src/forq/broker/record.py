@@ -1,9 +1,9 @@
 """The packed record of a job, as the hash `jobs` holds it under the job's id.
 
-    FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE [' ' SNOOZES ' ' OPTIONS]] '\\n' BODY
+    FLAG PRIORITY ' ' ENQUEUED_US [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE [' ' SNOOZES ' ' OPTIONS]] '\\n' BODY
 
-FLAG is `p` (plain: all counts are 0), `d` (delayed: all counts are 0, and the job was enqueued for a later time, so its
-age is not its waiting time), `c` (counts follow), `o` (counts and options follow) or `O` (the same, delayed). LANE is 0
+FLAG is `p` (plain: all counts are 0), `d` (delayed: all counts are 0, and the job was scheduled or blocked, so its age
+is not its waiting time), `c` (counts follow), `o` (counts and options follow) or `O` (the same, delayed). LANE is 0
 in the main lane, the number of the next attempt in the retry lane, and -1 for a suspect, which runs alone next time.
 OPTIONS are the job's own (job_options.py), '-' for none. BODY is the JSON array [identifier, type, data], with the
 trace context as fourth element if there is one.
@@ -36,7 +36,7 @@ _JSON_TYPES = (type(None), bool, int, float, str, dict, list, tuple)
 @dataclass(frozen=True, slots=True)
 class Record:
     priority: int
-    enqueued_ms: int
+    enqueued_us: int
     retry_count: int
     stall_count: int
     timeout_count: int
@@ -95,14 +95,14 @@ def unpack(packed: bytes) -> Record:
     try:
         identifier, job_type, data, *rest = orjson.loads(body)
         fields = head[3:].split(b" ")
-        enqueued_ms = int(fields[0])
+        enqueued_us = int(fields[0])
         retries, stalls, timeouts = map(int, fields[1:4]) if len(fields) > 1 else (0, 0, 0)
         lane, snoozes = int(fields[4]) if len(fields) > 4 else 0, int(fields[5]) if len(fields) > 5 else 0
         options = unpack_options(fields[6].decode()) if fields[6:7] not in ([], [b"-"]) else None
         counts = (retries, stalls, timeouts)
         trace = rest[0] if rest else None
         about = (identifier, job_type, data, trace)
-        return Record(int(head[1:2]), enqueued_ms, *counts, lane == -1, *about, max(0, lane), snoozes, options)
+        return Record(int(head[1:2]), enqueued_us, *counts, lane == -1, *about, max(0, lane), snoozes, options)
     except (ValueError, TypeError) as exc:
         raise InvalidData(f"broken job record: {exc}") from exc
 
@@ -120,7 +120,7 @@ def unpacked_fields(packed: bytes) -> dict[str, Any]:
     record = unpack(packed)
     fields = {
         name: getattr(record, name)
-        for name in ("priority", "enqueued_ms", "retry_count", "stall_count", "timeout_count", "suspect")
+        for name in ("priority", "enqueued_us", "retry_count", "stall_count", "timeout_count", "suspect")
     }
     fields |= {"identifier": record.identifier, "type": record.type, "data": record.data}
     if record.trace is not None:
@@ -147,8 +147,8 @@ def show_record(packed: bytes, job_id: str) -> dict[str, Any]:
         fields = unpacked_fields(packed)
     except InvalidData as exc:
         return {"record_error": str(exc)}
-    enqueued_ms, _ = fields.pop("enqueued_ms"), fields.pop("suspect")
-    return fields | {"identifier": fields["identifier"] or job_id, "enqueued_at": enqueued_ms / 1000}
+    enqueued_us, _ = fields.pop("enqueued_us"), fields.pop("suspect")
+    return fields | {"identifier": fields["identifier"] or job_id, "enqueued_at": enqueued_us / 1e6}
 
 
 def read_error(error: bytes) -> Any:

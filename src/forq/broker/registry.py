@@ -293,7 +293,7 @@ def _dropped(name: str, field: bytes, packed: bytes) -> Dropped:
         "cause": "deleted",
         "priority": record.priority,
         "type": record.type,
-        "enqueued_at": record.enqueued_ms / 1000,
+        "enqueued_at": record.enqueued_us / 1e6,
         "data": record.data,
     }
 

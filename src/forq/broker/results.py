@@ -113,7 +113,7 @@ class WaitTarget:
     mark: str
 
     @property
-    def enqueued_ms(self) -> int | None:
+    def enqueued_us(self) -> int | None:
         enqueued = self.mark.partition("-")[2]
         return int(enqueued) if enqueued.isdigit() else None
 
@@ -233,12 +233,10 @@ class ResultWaiter:
         shown = self._show_dead(self.job_id)
         if shown is None or shown["fence"] <= after:
             return None
-        enqueued_ms, meant = round(shown["enqueued_at"] * 1000), self.identity
-        other = target.enqueued_ms is not None and enqueued_ms != target.enqueued_ms
-        if meant is not None:
-            later = enqueued_ms > int(meant.enqueued_ms)
-            other = other or shown["fence"] <= int(meant.fence) or (later and not meant.blocked)
-        return None if other else shown["error"]
+        other = target.enqueued_us is not None and round(shown["enqueued_at"] * 1e6) != target.enqueued_us
+        if other or (self.identity is not None and self.identity.is_other(shown)):
+            return None
+        return shown["error"]
 
     def _show_dead(self, reference: str) -> dict[str, Any] | None:
         try:
@@ -249,14 +247,11 @@ class ResultWaiter:
 
 def is_ahead(identity: JobIdentity | None, fence: int) -> bool:
     """Whether the job that ended in this attempt is one that the wanted job was blocked behind."""
-    return identity is not None and identity.blocked and fence <= int(identity.fence)
+    return identity is not None and identity.is_behind(fence)
 
 
 def _wait_arguments(
     target: WaitTarget | None, identity: JobIdentity | None, keeps: bool, valid_ms: int
 ) -> tuple[str | int, ...]:
     since = (identity.epoch if identity else "", "") if target is None else (target.epoch, target.mark)
-    meant = ""
-    if identity is not None:
-        meant = f"{identity.fence} {identity.enqueued_ms} {'blocked' if identity.blocked else 'ready'}"
-    return *since, valid_ms, int(keeps), meant
+    return *since, valid_ms, int(keeps), "" if identity is None else identity.pack()

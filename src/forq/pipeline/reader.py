@@ -328,7 +328,7 @@ def _fields(packed: bytes) -> dict[str, Any]:
         "retry_count": record.retry_count,
         "stall_count": record.stall_count,
         "timeout_count": record.timeout_count,
-        "enqueued_at": record.enqueued_ms * 1000,
+        "enqueued_at": record.enqueued_us,
         "data": orjson.dumps(record.data).decode(),
     }
 

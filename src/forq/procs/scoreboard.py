@@ -318,7 +318,7 @@ _NAME_AT, _NAME_MAX = 896, 64
 
 _HIGHEST_STATS, SNAPSHOTS, REDIS_ERRORS, SUPERVISOR_ERRORS = range(4)
 
-# Bytes of a record: FLAG PRIORITY ' ' ENQUEUED_MS, which has 13 digits until the year 2286.
+# Bytes of a record up to the millisecond: FLAG PRIORITY ' ' and 13 of the 16 digits of ENQUEUED_US (until 2286).
 _HEAD = 16
 _WORD_MAX = 2**64 - 1
 
@@ -368,10 +368,10 @@ class WorkerStats:
         words[LAST] = now_ns
 
     def _count_waits(self, claimed_us: int, heads: list[bytes]) -> None:
-        """Groups records by their head, since neighbors in a batch often share their millisecond."""
+        """Groups records by their head up to the millisecond, which neighbors in a batch often share."""
         words = self.words
         for head, alike in groupby(heads):
-            if head[:1] != b"p":  # a retried or scheduled job did not wait the whole time
+            if head[:1] != b"p":  # a retried, scheduled or blocked job did not wait the whole time
                 continue
             try:
                 # Not below 0: the server's clock may have been set back.

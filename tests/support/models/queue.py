@@ -84,6 +84,9 @@ class ModelJob:
     attempts: int = 0
     progress: str | None = None  # of this attempt
     blocked: list[Dispatch] = field(default_factory=list)
+    # Enqueue times of this job and of the one blocked behind it; 0: not read yet. They never change.
+    enqueued_us: int = 0
+    blocked_us: int = 0
 
     @property
     def waits(self) -> bool:
@@ -255,10 +258,12 @@ class ModelQueue:
 
     def _end(self, job_id: str) -> None:
         """The active job has ended: a dispatch blocked behind it becomes a job."""
-        first, *others = self.jobs.pop(job_id).blocked or (None,)
+        ended = self.jobs.pop(job_id)
+        first, *others = ended.blocked or (None,)
         if first is None:
             return
         job = first.new()
+        job.enqueued_us = ended.blocked_us
         for dispatch in others:
             if dispatch:
                 dispatch.on(job)
@@ -269,7 +274,7 @@ class ModelQueue:
         job.owner, job.run_at, job.progress = None, run_at, None
         for dispatch in job.blocked:
             dispatch.on(job)
-        job.blocked = []
+        job.blocked, job.blocked_us = [], 0
         self._ready(job)
 
     def cancel(self, job_id: str, *, even_active: bool) -> bool:
@@ -280,7 +285,7 @@ class ModelQueue:
         if job.owner is None:
             del self.jobs[job_id]
             return True
-        was_blocked, job.blocked = bool(job.blocked), []
+        was_blocked, job.blocked, job.blocked_us = bool(job.blocked), [], 0
         job.removed = job.removed or even_active
         return was_blocked or even_active
 

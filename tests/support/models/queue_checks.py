@@ -22,7 +22,7 @@ class Times:
     """State does not include these."""
 
     scheduled: dict[str, int]  # id -> ms
-    blocked: set[str]
+    blocked: dict[str, int]  # id -> enqueue time (µs)
     attempts: dict[str, int]
     progress: dict[str, str]  # id -> text
 
@@ -33,6 +33,8 @@ class Checks:
         self._model = model
         self.limits = LimitChecks(queue, model)
         self._replay = Replay()
+        # Id -> the enqueue times of its jobs.
+        self._enqueue_times: dict[str, set[int]] = {}
         self._read_up_to = b"-"
 
     def pass_time(self, ms: int) -> None:
@@ -43,6 +45,7 @@ class Checks:
         state, times = self._queue.state(), self._times()
         self._check_jobs(state)
         self._check_times(times)
+        self._check_enqueue_times(state, times)
         self._check_hints(state)
         self._check_waking(state)
         self._check_counts()
@@ -63,13 +66,13 @@ class Checks:
     def _times(self) -> Times:
         with self._queue.redis.pipeline(transaction=False) as look:
             look.zrange(self._queue.key("scheduled"), 0, -1, withscores=True)
-            look.hkeys(self._queue.key("blocked"))
+            look.hgetall(self._queue.key("blocked"))
             look.hgetall(self._queue.key("attempts"))
             look.hgetall(self._queue.key("progress"))
             scheduled, blocked, attempts, progress = look.execute()
         return Times(
             {job_id.decode(): int(due) for job_id, due in scheduled},
-            {job_id.decode() for job_id in blocked},
+            {job_id.decode(): int(entry.split(b"\n")[0].split(b" ")[6]) for job_id, entry in blocked.items()},
             {job_id.decode(): len(lines.splitlines()) for job_id, lines in attempts.items()},
             {job_id.decode(): text.decode().split(" ", 2)[2] for job_id, text in progress.items()},
         )
@@ -107,10 +110,23 @@ class Checks:
             # A backoff begins when the script runs; the model knows that time only to the minute.
             assert abs(due - jobs[job_id].run_at) < MINUTE_MS, f"{job_id} is due at another time"
             jobs[job_id].run_at = due
-        assert times.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
+        assert set(times.blocked) == {job_id for job_id, job in jobs.items() if job.blocked}
         assert all(jobs[job_id].owner for job_id in times.blocked)
         assert times.attempts == {job_id: job.attempts for job_id, job in jobs.items() if job.attempts}
         assert times.progress == {job_id: job.progress for job_id, job in jobs.items() if job.owner and job.progress}
+
+    def _check_enqueue_times(self, state: State, times: Times) -> None:
+        """A job keeps its enqueue time, also when it is unblocked, and no other job of its id has it."""
+        for job_id, job in self._model.jobs.items():
+            enqueued_us = unpack(state.records[job_id]).enqueued_us
+            known = self._enqueue_times.setdefault(job_id, set())
+            assert job.enqueued_us in (0, enqueued_us), f"the enqueue time of {job_id} has changed"
+            assert job.enqueued_us or enqueued_us not in known, f"two jobs {job_id} have the same enqueue time"
+            blocked_us = times.blocked.get(job_id, 0)
+            assert job.blocked_us in (0, blocked_us), f"the enqueue time of the blocked job {job_id} has changed"
+            assert job.blocked_us or blocked_us not in known, f"a blocked job {job_id} has the time of another one"
+            job.enqueued_us, job.blocked_us = enqueued_us, blocked_us
+            known |= {enqueued_us, blocked_us} - {0}
 
     def _check_hints(self, state: State) -> None:
         """There are as many hints as stale ones plus waiting jobs: fewer would lose a job, more would run it twice."""
@@ -125,7 +141,7 @@ class Checks:
         assert int(state.counts.get("suspect_hints", 0)) == len(state.suspects)
         assert all(not field.startswith("s:") for field in state.stale)
         for job_id, ms in state.suspect_ms.items():
-            enqueued_ms = unpack(state.records[job_id]).enqueued_ms
+            enqueued_ms = unpack(state.records[job_id]).enqueued_us // 1000
             assert ms == enqueued_ms or (ms > enqueued_ms and not self._model.jobs[job_id].by_age)
 
     def _not_begun(self, state: State, name: str) -> list[str]:
@@ -222,9 +238,9 @@ def pass_time(queue: OneQueue, ms: int) -> None:
         queue.redis.zadd(queue.key("scheduled"), {job_id: due - ms})
     for job_id, entry in queue.redis.hgetall(queue.key("blocked")).items():
         head, _, body = entry.partition(b"\n")
-        update, reset, priority, own, lo, hi, *options = head.decode().split(" ")
+        update, reset, priority, own, lo, hi, enqueued_us, *options = head.decode().split(" ")
         moved = [t if int(t) == FAR else str(max(0, int(t) - ms)) for t in (own, lo, hi)]
-        parts = [update, reset, priority, *moved, *(_sooner(each, ms) for each in options)]
+        parts = [update, reset, priority, *moved, enqueued_us, *(_sooner(each, ms) for each in options)]
         queue.redis.hset(queue.key("blocked"), job_id, " ".join(parts).encode() + b"\n" + body)
     for job_id, packed in queue.redis.hgetall(queue.key("jobs")).items():
         head, _, body = packed.partition(b"\n")

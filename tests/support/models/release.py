@@ -103,10 +103,11 @@ class ReleaseModel(ModelQueue):
         self.items_by_id[job_id] = item
 
     def _end(self, job_id: str) -> None:
-        first, *others = self.items_by_id.pop(job_id).blocked or (None,)
+        ended = self.items_by_id.pop(job_id)
+        first, *others = ended.blocked or (None,)
         if first is None:
             return
-        item = Item(first.data, first.priority, first.run_at)
+        item = Item(first.data, first.priority, first.run_at, enqueued_us=ended.blocked_us)
         for dispatch in others:
             if dispatch:
                 self._apply(dispatch, item)
@@ -117,7 +118,7 @@ class ReleaseModel(ModelQueue):
         job.owner, job.run_at, job.lapses_ms = None, run_at, 0
         for dispatch in job.blocked:
             self._apply(dispatch, job)
-        job.blocked = []
+        job.blocked, job.blocked_us = [], 0
         if job.run_at > self.now_ms:
             job.expires_ms, job.too_old = self._expiry(job.run_at), False
         self._ready(job)

@@ -65,6 +65,11 @@ local function key(name)
   return full
 end
 
+-- The server's time in µs as text. Lua's own conversion to text rounds to 14 digits.
+local function now_text()
+  return string.format('%.0f', now_us)
+end
+
 -- Builds a key with a variable part. These are not cached: there is no limit to their number.
 local function key_of(kind, name)
   return base .. ':' .. kind .. ':' .. name

@@ -1,9 +1,10 @@
 -- Enqueue, update and cancel jobs. An enqueue for an active id is blocked behind it: `blocked`, id -> entry. Several
--- enqueues fold into one entry: UPDATE RESET PRIORITY OWN LO HI [' ' OPTIONS] '\n' BODY.
+-- enqueues fold into one entry: UPDATE RESET PRIORITY OWN LO HI ENQUEUED_US [' ' OPTIONS] '\n' BODY.
 --   UPDATE, RESET  whether to replace data and reset counts if the active job returns
 --   OWN            run_at (ms) of the blocked job if the active one ends and it becomes a job of its own
 --   LO, HI         new run_at of the active job if it returns: min(max(run_at, LO), HI). Setting a time, "if later" and
 --                  "if earlier" all have this form, and so has any sequence of them.
+--   ENQUEUED_US    time of the first of these enqueues; it becomes that of the blocked job
 --   OPTIONS        the job's own options (records.lua)
 
 function blocked.clamp(run_at, lo, hi)
@@ -13,8 +14,8 @@ end
 function blocked.read(id)
   local entry = redis.call('HGET', key('blocked'), id)
   if not entry then return nil end
-  local update, reset, priority, own, lo, hi, stored, body =
-    string.match(entry, '^(%d) (%d) (%d) (%d+) (%d+) (%d+) ?(%S*)\n(.*)$')
+  local update, reset, priority, own, lo, hi, enqueued, stored, body =
+    string.match(entry, '^(%d) (%d) (%d) (%d+) (%d+) (%d+) (%d+) ?(%S*)\n(.*)$')
   return {
     update = update == '1',
     reset = reset == '1',
@@ -22,6 +23,7 @@ function blocked.read(id)
     own = tonumber(own),
     lo = tonumber(lo),
     hi = tonumber(hi),
+    enqueued_us = enqueued,
     options = stored,
     body = body,
   }
@@ -30,15 +32,18 @@ end
 -- The active jobs `ids` have ended: the entries blocked behind them become jobs.
 function blocked.unblock(ids)
   if #ids == 0 or redis.call('EXISTS', key('blocked')) == 0 then return end
-  local unblocked, entries = {}, {}
+  local unblocked, entries, ready = {}, {}, 0
   for _, id in ipairs(ids) do
     local entry = blocked.read(id)
     if entry then
       redis.call('HDEL', key('blocked'), id)
-      local job = records.new(entry.priority, now_ms, entry.own, entry.options, entry.body)
+      local job = records.new(entry.priority, entry.enqueued_us, 0, entry.options, entry.body)
+      -- It did not wait while it was blocked.
+      job.delayed = true
       redis.call('HSET', key('jobs'), id, records.write(job))
       unblocked[#unblocked + 1] = id
       entries[#entries + 1] = entry
+      if entry.own <= now_ms then ready = ready + 1 end
     end
   end
   journal.note_ids('unblocked', 0, unblocked)
@@ -47,6 +52,7 @@ function blocked.unblock(ids)
     timers.set_expiry(unblocked[i], entry.own)
     records.note_options(unblocked[i], entry.options)
   end
+  timers.note_new_waiting(ready)
 end
 
 -- The active job returns and runs again at `run_at`: updates it from the blocked entry. Returns the new run_at.
@@ -78,11 +84,12 @@ function blocked.fold_bounds(lo, hi, how, run_at)
   return lo, hi
 end
 
+-- Returns the enqueue time of the blocked job.
 function blocked.add(id, dispatch)
   local before = blocked.read(id)
   local entry = before or {
     update = false, reset = false, priority = dispatch.priority, own = dispatch.run_at, lo = 0, hi = FAR,
-    options = dispatch.options, body = dispatch.body,
+    enqueued_us = dispatch.enqueued_us, options = dispatch.options, body = dispatch.body,
   }
   entry.update = entry.update or dispatch.update_data
   entry.reset = entry.reset or dispatch.reset
@@ -94,9 +101,10 @@ function blocked.add(id, dispatch)
     entry.own = blocked.clamp(entry.own, lo, hi)
   end
   entry.lo, entry.hi = blocked.fold_bounds(entry.lo, entry.hi, dispatch.update_run_at, dispatch.run_at)
-  redis.call('HSET', key('blocked'), id, string.format('%d %d %s %.0f %.0f %.0f%s\n', entry.update and 1 or 0,
-    entry.reset and 1 or 0, entry.priority, entry.own, entry.lo, entry.hi,
+  redis.call('HSET', key('blocked'), id, string.format('%d %d %s %.0f %.0f %.0f %s%s\n', entry.update and 1 or 0,
+    entry.reset and 1 or 0, entry.priority, entry.own, entry.lo, entry.hi, entry.enqueued_us,
     entry.options == '' and '' or ' ' .. entry.options) .. entry.body)
+  return entry.enqueued_us
 end
 
 -- First job in ARGV, and values per job.
@@ -127,8 +135,9 @@ end
 -- Returns  {OK, mark, index, id, index, id ...}: the jobs (from 1) whose token is known, with the stored id, and those
 --          left out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index};
 --          {TOO_LARGE, index, max_data}; {NOT_IN_MODE, mode} for options in another mode than work
---          mark: EPOCH ' ' FENCE ' ' NOW_MS, and the indexes of the jobs that are blocked. Later claims have a higher
---          fence, so the mark tells the jobs of this call from other jobs with their ids (see wait)
+--          mark: EPOCH ' ' FENCE ' ' ENQUEUED_US, followed by ' ' INDEX ':' ENQUEUED_US for each job that was updated,
+--          and ' ' INDEX ':' ENQUEUED_US ':' AHEAD_US for each blocked one: its time and that of the active job. The
+--          times identify the jobs of this call (records.is_meant). Later claims have a higher fence
 -- States   (new) -> waiting | scheduled; (new) -> blocked; waiting <-> scheduled (updated)
 function verbs.enqueue()
   if not epoch then return { NO_QUEUE } end
@@ -138,9 +147,9 @@ function verbs.enqueue()
   local max_items, max_data, dedup_ttl_ms = option('max_items'), option('max_data'), option('dedup_ttl_ms')
 
   -- Converting a number to text costs as much as a command, so once only.
-  local stored_ms = tostring(now_ms)
-  local stored_at = ' ' .. stored_ms .. '\n'
-  local mark = epoch .. ' ' .. (stored_counts[4] or '0') .. ' ' .. stored_ms
+  local stored_us = string.format('%d', now_us)
+  local stored_at = ' ' .. stored_us .. '\n'
+  local mark = epoch .. ' ' .. (stored_counts[4] or '0') .. ' ' .. stored_us
 
   if store_single(count, max_items, max_data, stored_at) then return { OK, mark } end
 
@@ -164,6 +173,7 @@ function verbs.enqueue()
       id = ARGV[at],
       priority = priority,
       body = ARGV[at + 2],
+      enqueued_us = stored_us,
       options = own_options,
       run_at = run_at,
       update_data = update_data == '1',
@@ -238,7 +248,7 @@ function verbs.enqueue()
       if own_options == '' then
         packed[2 * i] = (run_at > now_ms and 'd' or 'p') .. priority .. stored_at .. ARGV[at + 2]
       else
-        packed[2 * i] = records.write(records.new(priority, now_ms, run_at, own_options, ARGV[at + 2]))
+        packed[2 * i] = records.write(records.new(priority, stored_us, run_at, own_options, ARGV[at + 2]))
         with_options[#with_options + 1] = { id, own_options }
       end
       if run_at > now_ms then
@@ -258,7 +268,8 @@ function verbs.enqueue()
     end
   end
 
-  -- Updates a waiting or scheduled job in place, and moves it if its time or priority changed.
+  -- Updates a waiting or scheduled job in place, and moves it if its time or priority changed. Returns when it was
+  -- enqueued (µs).
   local function update(dispatch)
     local id = dispatch.id
     local job = records.read(redis.call('HGET', key('jobs'), id))
@@ -268,7 +279,7 @@ function verbs.enqueue()
     local new_run_at = blocked.clamp(run_at, lo, hi)
     if not job then
       -- A broken record has no priority; its hint goes where claims look first.
-      job = records.new('5', now_ms, 0, '', '')
+      job = records.new('5', stored_us, 0, '', '')
       dispatch.update_data = true
     end
     local place, options_before = records.place_for(job), job.options
@@ -299,40 +310,47 @@ function verbs.enqueue()
       hints.remove(place, id)
       hints.push_back(new_place, { id })
     end
+    return job.enqueued_us
   end
 
   store_new()
-  for _, at in ipairs(changes) do
+  local times = { mark }
+  for i, at in ipairs(changes) do
     local dispatch = read_dispatch(at)
+    local time
     if redis.call('HEXISTS', key('active'), dispatch.id) == 1 then
-      blocked.add(dispatch.id, dispatch)
-      mark = mark .. ' ' .. (at - FIRST) / WIDTH + 1
+      local ahead_us = records.enqueued_us_of(redis.call('HGET', key('jobs'), dispatch.id)) or '0'
+      time = blocked.add(dispatch.id, dispatch) .. ':' .. ahead_us
       journal.note_ids('blocked', 0, { dispatch.id })
     else
-      update(dispatch)
+      time = update(dispatch)
     end
+    times[i + 1] = (at - FIRST) / WIDTH + 1 .. ':' .. time
   end
   hints.wake_idle(NOTIFY_AWAITERS)
   journal.write('-')
-  reply[2] = mark
+  reply[2] = table.concat(times, ' ')
   return reply
 end
 
 -- cancel: removes a waiting, scheduled or blocked job. A running job is only marked for removal: its id stays in use
 -- until its owner settles it or dies.
 -- KEYS[1]  the queue's base
--- ARGV     id, whether to mark a running job ('1' | '0')
+-- ARGV     id, whether to mark a running job ('1' | '0'), and which job of this id is meant (records.is_meant; a job is
+--          marked whichever is meant)
 -- Returns  {OK, 1 removed | 2 marked | 0 neither}; {NO_QUEUE}
 -- States   waiting, scheduled, blocked -> cancelled
 function verbs.cancel()
   if not epoch then return { NO_QUEUE } end
-  local id, mark_active = ARGV[1], ARGV[2] == '1'
+  local id, mark_active, meant = ARGV[1], ARGV[2] == '1', ARGV[3]
   local record = redis.call('HGET', key('jobs'), id)
   if not record then return { OK, 0 } end
 
   local owner = redis.call('HGET', key('active'), id)
   if owner then
-    local withdrawn = redis.call('HDEL', key('blocked'), id)
+    local entry = blocked.read(id)
+    local withdrawn = entry and records.is_meant(meant, entry.enqueued_us)
+      and redis.call('HDEL', key('blocked'), id) or 0
     if withdrawn == 1 then journal.note('withdrawn 0 ' .. id) end
     if mark_active and not claims.is_removed(owner) then
       redis.call('HSET', key('active'), id, owner .. REMOVED)
@@ -342,6 +360,7 @@ function verbs.cancel()
     return { OK, mark_active and 2 or withdrawn }
   end
 
+  if not records.is_meant(meant, records.enqueued_us_of(record)) then return { OK, 0 } end
   redis.call('HDEL', key('jobs'), id)
   if mode ~= 'work' then redis.call('ZREM', key('expiries'), id) end
   attempts.delete({ id })

@@ -219,9 +219,9 @@ function dead.bury(jobs)
   -- The fail handler gets [[identifier, type, data], job, error].
   local function add_fail_job(id, fence, job, brief)
     local about = string.format(
-      '{"id":%s,"priority":%s,"enqueued_at":%.3f,"retry_count":%d,"stall_count":%d,"timeout_count":%d,"fence":%s}',
-      quoted(id), job.priority, tonumber(job.enqueued_ms) / 1000, job.retries, job.stalls, job.timeouts, fence)
-    local record = string.format('p5 %.0f\n[null,null,[', now_ms) .. job.body .. ',' .. about .. ',' .. brief .. ']]'
+      '{"id":%s,"priority":%s,"enqueued_at":%.6f,"retry_count":%d,"stall_count":%d,"timeout_count":%d,"fence":%s}',
+      quoted(id), job.priority, tonumber(job.enqueued_us) / 1000000, job.retries, job.stalls, job.timeouts, fence)
+    local record = 'p5 ' .. now_text() .. '\n[null,null,[' .. job.body .. ',' .. about .. ',' .. brief .. ']]'
     local fail_id = id .. ':' .. fence
     redis.call('HSET', base .. ':fail:jobs', fail_id, record)
     records.note_size(#record, base .. ':fail')
@@ -232,8 +232,8 @@ function dead.bury(jobs)
 
   local function outbox_line(id, fence, job, error)
     local line = string.format(
-      '{"id":%s,"fence":%s,"died_ms":%.0f,"priority":%s,"enqueued_ms":%s,"counts":[%d,%d,%d],"body":',
-      quoted(id), fence, now_ms, job.priority, job.enqueued_ms, job.retries, job.stalls, job.timeouts)
+      '{"id":%s,"fence":%s,"died_ms":%.0f,"priority":%s,"enqueued_us":%s,"counts":[%d,%d,%d],"body":',
+      quoted(id), fence, now_ms, job.priority, job.enqueued_us, job.retries, job.stalls, job.timeouts)
     if job.options ~= '' then line = string.gsub(line, '"body":$', '"options":"' .. job.options .. '",%0') end
     return line .. job.body .. ',"error":' .. error .. '}'
   end
@@ -256,7 +256,7 @@ function dead.bury(jobs)
     journal.note('dead ' .. fence .. ' ' .. id .. ' ' .. job.micros .. ' ' .. (has_fail_job and 1 or 0) .. ' '
       .. dead.cause_of(job.error))
     -- A broken record is logged with its id only.
-    local parsed = records.read(job.record) or records.new('5', now_ms, 0, '', '[null,null,null]')
+    local parsed = records.read(job.record) or records.new('5', now_text(), 0, '', '[null,null,null]')
     if not parent then lines[i] = outbox_line(id, fence, parsed, job.error) end
     if has_fail_job then add_fail_job(id, fence, parsed, job.brief) end
     if owners[i] then ended[#ended + 1] = id end
@@ -296,7 +296,7 @@ function verbs.revive()
     if not dead_job then return nil end
     local before = string.match(dead_job.body, '^(.*)\n%[[^\n]*$') or dead_job.body
     local body = string.match(before, '^(.*)\n{[^\n]*$')
-    return body and records.new(dead_job.priority, now_ms, 0, records.drop_expiry(dead_job.options), body)
+    return body and records.new(dead_job.priority, now_text(), 0, records.drop_expiry(dead_job.options), body)
   end
 
   local function revive_one(member, entry)

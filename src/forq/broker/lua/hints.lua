@@ -82,7 +82,7 @@ end
 function hints.add_suspects(ids, by_age)
   local packed = by_age and redis.call('HMGET', key('jobs'), unpack(ids)) or {}
   for i, id in ipairs(ids) do
-    local enqueued_ms = packed[i] and tonumber(string.match(packed[i], '^.%d (%d+)'))
+    local enqueued_ms = packed[i] and records.enqueued_ms_of(packed[i])
     local score = hints.next_score(key('suspects'), enqueued_ms or now_ms)
     hints.count(SUSPECTS_PLACE, redis.call('ZADD', key('suspects'), score, id))
   end

@@ -200,9 +200,9 @@ function verbs.delete()
   -- A blocked entry is a job too; in the trash it needs another id than the active job.
   for _, id in ipairs(redis.call('HKEYS', key('blocked'))) do
     local entry = redis.call('HGET', key('blocked'), id)
-    local priority, body = string.match(entry, '^%d %d (%d) [^\n]*\n(.*)$')
+    local priority, enqueued, body = string.match(entry, '^%d %d (%d) %d+ %d+ %d+ (%d+)[^\n]*\n(.*)$')
     if body then
-      redis.call('HSET', key('jobs'), id .. ' blocked', string.format('p%s %.0f\n', priority, now_ms) .. body)
+      redis.call('HSET', key('jobs'), id .. ' blocked', 'p' .. priority .. ' ' .. enqueued .. '\n' .. body)
     end
   end
   -- Fail jobs are copies of jobs that are in the failed log already.
@@ -295,7 +295,7 @@ function verbs.counts()
     for i, record in ipairs(records_of(head_ids)) do
       local id = head_ids[i]
       stale[id] = stale[id] or tonumber(counted_stale[i] or 0)
-      local enqueued_ms = record and tonumber(string.match(record, '^.%d (%d+)'))
+      local enqueued_ms = record and records.enqueued_ms_of(record)
       if stale[id] > 0 then
         stale[id] = stale[id] - 1
       elseif enqueued_ms and not owners[i] and (not oldest_ms or enqueued_ms < oldest_ms) then

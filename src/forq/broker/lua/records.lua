@@ -1,9 +1,13 @@
--- A record: FLAG PRIORITY ' ' ENQUEUED_MS [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE [' ' SNOOZES ' ' OPTIONS]] '\n'
+-- A record: FLAG PRIORITY ' ' ENQUEUED_US [' ' RETRIES ' ' STALLS ' ' TIMEOUTS ' ' LANE [' ' SNOOZES ' ' OPTIONS]] '\n'
 -- BODY (record.py).
---   FLAG     'p' (plain): all counts are 0; 'd' (delayed): the same, and the job was scheduled; 'c': counts follow;
---            'o': counts and options follow; 'O': the same, and the job was scheduled
---   LANE     0: main lane; above 0: number of the next attempt in the retry lane; -1: suspect
---   OPTIONS  the job's own options as one word ('-': none), such as 't=30000,r=5' (job_options.py)
+--   FLAG         'p' (plain): all counts are 0; 'd' (delayed): the same, and the job was scheduled or blocked, so that
+--                its age is not its waiting time; 'c': counts follow; 'o': counts and options follow; 'O': the same,
+--                delayed
+--   ENQUEUED_US  identifies the job among all jobs with its id: it never changes, and no other one has it. Between two
+--                enqueues the first job must end, by a call of its own, which takes longer than 1 µs. A clock that was
+--                set back can repeat a time only if a call falls into the same µs.
+--   LANE         0: main lane; above 0: number of the next attempt in the retry lane; -1: suspect
+--   OPTIONS      the job's own options as one word ('-': none), such as 't=30000,r=5' (job_options.py)
 -- Scripts never decode BODY.
 
 local LANE_OF_SUSPECT = -1
@@ -54,11 +58,11 @@ function records.reset_largest()
   next_version(base)
 end
 
--- A job without counts. `own_options`: packed, '' for none.
-function records.new(priority, enqueued_ms, run_at_ms, own_options, body)
+-- A job without counts. `enqueued_us`: text. `own_options`: packed, '' for none.
+function records.new(priority, enqueued_us, run_at_ms, own_options, body)
   return {
     priority = priority,
-    enqueued_ms = enqueued_ms,
+    enqueued_us = enqueued_us,
     retries = 0,
     stalls = 0,
     timeouts = 0,
@@ -77,7 +81,7 @@ function records.read(record)
   if not body then return nil end
   return {
     priority = priority,
-    enqueued_ms = enqueued,
+    enqueued_us = enqueued,
     retries = tonumber(retries) or 0,
     stalls = tonumber(stalls) or 0,
     timeouts = tonumber(timeouts) or 0,
@@ -92,13 +96,13 @@ end
 function records.write(job)
   if job.options ~= '' or job.snoozes > 0 then
     local stored = job.options == '' and '-' or job.options
-    return string.format('%s%s %s %d %d %d %d %d %s\n', job.delayed and 'O' or 'o', job.priority, job.enqueued_ms,
+    return string.format('%s%s %s %d %d %d %d %d %s\n', job.delayed and 'O' or 'o', job.priority, job.enqueued_us,
       job.retries, job.stalls, job.timeouts, job.lane, job.snoozes, stored) .. job.body
   end
   if job.retries + job.stalls + job.timeouts == 0 and job.lane == 0 then
-    return (job.delayed and 'd' or 'p') .. job.priority .. ' ' .. job.enqueued_ms .. '\n' .. job.body
+    return (job.delayed and 'd' or 'p') .. job.priority .. ' ' .. job.enqueued_us .. '\n' .. job.body
   end
-  return string.format('c%s %s %d %d %d %d\n', job.priority, job.enqueued_ms, job.retries, job.stalls, job.timeouts,
+  return string.format('c%s %s %d %d %d %d\n', job.priority, job.enqueued_us, job.retries, job.stalls, job.timeouts,
     job.lane) .. job.body
 end
 
@@ -116,6 +120,27 @@ function records.place_of(record)
   if string.sub(record, 1, 1) == 'p' then return string.match(record, '^.(%d) ') end
   local job = records.read(record)
   return job and records.place_for(job)
+end
+
+-- The enqueue time in a packed record, as text; nil if the record is broken.
+function records.enqueued_us_of(record)
+  return string.match(record, '^.%d (%d+)')
+end
+
+-- The same in ms, as a number.
+function records.enqueued_ms_of(record)
+  return tonumber(string.match(record, '^.%d (%d+)%d%d%d'))
+end
+
+-- Whether a job is the one that is meant: '' (any), or FENCE ' ' ENQUEUED_US [' ' AHEAD_US] from the reply to its
+-- enqueue. `fence`: of the last attempt of a job that has ended; nil: it is live.
+function records.is_meant(meant, enqueued_us, fence)
+  -- A broken record has no time.
+  if meant == '' or not enqueued_us then return true end
+  local least_fence, own_us, ahead_us = string.match(meant, '^(%d+) (%d+) ?(%d*)$')
+  if enqueued_us == own_us then return true end
+  -- The job that it was blocked behind took its changes if it returned, and then was claimed again.
+  return enqueued_us == ahead_us and (not fence or tonumber(fence) > tonumber(least_fence))
 end
 
 -- The job's own options: OPTION '=' VALUE, separated by commas. Each option is one letter that no value contains, so a

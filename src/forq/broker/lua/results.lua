@@ -174,8 +174,7 @@ end
 -- expires, and after it may have missed a message.
 -- KEYS[1]  the queue's base
 -- ARGV     id, epoch, mark (both '' in the first call, then from the last reply), ms to stay registered, whether the
---          caller knows that the job's result is kept ('1' | '0'), and which job of this id is meant: '' (any), or
---          FENCE ' ' ENQUEUED_MS ' ' ('blocked' | 'ready') from the reply to its enqueue
+--          caller knows that the job's result is kept ('1' | '0'), and which job of this id is meant (records.is_meant)
 -- Returns  {OK, 'live', epoch, mark of the job}; {OK, 'done', epoch, mark, fence, done entry (if kept)}; {OK, 'dead',
 --          epoch, mark, fence}; {OK, 'cancelled', epoch, mark}; {OK, 'gone', epoch, mark} if the job is neither live
 --          nor kept; {KEEPS_NOTHING}; {NO_QUEUE}. The mark is '' if the job was not live in the first call
@@ -184,7 +183,7 @@ function verbs.wait()
   -- Expired waiters are removed by random sampling.
   local SAMPLED_WAITERS = 2
 
-  -- A mark is MICROSECONDS '-' ENQUEUED_MS: the time of the first registration for this job. Every end of the id
+  -- A mark is MICROSECONDS '-' ENQUEUED_US: the time of the first registration for this job. Every end of the id
   -- removes the entry, so an unchanged mark means the same job. '' if there is none.
   local function mark_of(id)
     return string.match(redis.call('HGET', key('waiters'), id) or '', ' (%S+)$') or ''
@@ -205,20 +204,7 @@ function verbs.wait()
     end
   end
 
-  local function enqueued_ms_of(record)
-    return string.match(record, '^.%d (%d+)') or '0'
-  end
-
-  local id, mark, valid_ms = ARGV[1], ARGV[3], tonumber(ARGV[4])
-  local least_fence, latest_ms, placed = string.match(ARGV[6], '^(%d+) (%d+) (%l+)$')
-
-  -- Whether a job is the one that is meant. A job that was enqueued later can only be it if it was blocked then. One
-  -- that was enqueued earlier was updated by that call, unless its last claim is older: then it was ahead of that one.
-  local function is_meant(enqueued_ms, fence)
-    if not least_fence then return true end
-    if tonumber(enqueued_ms) > tonumber(latest_ms) then return placed == 'blocked' end
-    return not fence or tonumber(fence) > tonumber(least_fence)
-  end
+  local id, mark, valid_ms, meant = ARGV[1], ARGV[3], tonumber(ARGV[4]), ARGV[6]
 
   local function keeps_result(record)
     if options.done_max == '0' then return false end
@@ -239,12 +225,13 @@ function verbs.wait()
   local function first_call()
     local record, kept = redis.call('HGET', key('jobs'), id), redis.call('HGET', key('done:jobs'), id)
     if not kept and not keeps_result(record) then return { KEEPS_NOTHING } end
-    if record and is_meant(enqueued_ms_of(record)) then
+    local live_us = record and records.enqueued_us_of(record)
+    if record and records.is_meant(meant, live_us) then
       local stored_mark = mark_of(id)
-      return live_reply(stored_mark ~= '' and stored_mark or string.format('%.0f-', now_us) .. enqueued_ms_of(record))
+      return live_reply(stored_mark ~= '' and stored_mark or now_text() .. '-' .. (live_us or '0'))
     end
-    local fence, enqueued_ms = string.match(kept or '', '^%d+ (%d+)[^\n]*\n[^\n]*\n.%d (%d+)')
-    return fence and is_meant(enqueued_ms, fence) and done_reply(kept) or { OK, 'gone', epoch, '' }
+    local fence, enqueued_us = string.match(kept or '', '^%d+ (%d+)[^\n]*\n[^\n]*\n.%d (%d+)')
+    return fence and records.is_meant(meant, enqueued_us, fence) and done_reply(kept) or { OK, 'gone', epoch, '' }
   end
 
   local function later_call()
@@ -256,13 +243,13 @@ function verbs.wait()
       return { OK, outcome, epoch, mark, fence, kept ~= '' and kept or nil }
     end
     -- The waiter was away too long, or a release without marks ended the job: compare the enqueue time.
-    local enqueued_ms = string.match(mark, '-(%d+)$')
+    local enqueued_us = string.match(mark, '-(%d+)$')
     local record = redis.call('HGET', key('jobs'), id)
-    if record and enqueued_ms_of(record) == enqueued_ms then
+    if record and (records.enqueued_us_of(record) or '0') == enqueued_us then
       return live_reply(stored_mark ~= '' and stored_mark or mark)
     end
     local kept = redis.call('HGET', key('done:jobs'), id)
-    if kept and string.match(kept, '^[^\n]*\n[^\n]*\n.%d (%d+)') == enqueued_ms then return done_reply(kept) end
+    if kept and string.match(kept, '^[^\n]*\n[^\n]*\n.%d (%d+)') == enqueued_us then return done_reply(kept) end
     return { OK, 'gone', epoch, mark }
   end
 

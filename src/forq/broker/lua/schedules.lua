@@ -28,6 +28,14 @@ function timers.make_ready(id, place, run_at_ms)
   if run_at_ms > now_ms then timers.schedule(id, run_at_ms) else hints.push_back(place, { id }) end
 end
 
+-- Call it when `number` jobs start to wait that were enqueued earlier. If no other job waits, nothing can have waited
+-- since before now, whatever its enqueue time (see counts).
+function timers.note_new_waiting(number)
+  if number > 0 and hints.main_waiting() + in_lane == number then
+    journal.set_count('idle_until_ms', string.format('%.0f', now_ms))
+  end
+end
+
 -- Makes due jobs waiting, in order.
 function timers.promote()
   local due = redis.call('ZRANGEBYSCORE', key('scheduled'), '-inf', '(' .. string.format('%d', now_ms + 1),
@@ -49,10 +57,7 @@ function timers.promote()
     end
   end
   for place, ids in pairs(by_place) do hints.push_back(place, ids) end
-  -- No other job waits, so nothing can have waited since before now, whatever its enqueue time (see counts).
-  if hints.main_waiting() + in_lane == #promoted then
-    journal.set_count('idle_until_ms', string.format('%.0f', now_ms))
-  end
+  timers.note_new_waiting(#promoted)
   journal.note_ids('promoted', 0, promoted)
 end
 
@@ -142,7 +147,7 @@ end
 function schedules.store_run(id, policy, identifier, data, run_at_ms, tick)
   local priority = string.format('%d', policy.priority)
   local body = '[' .. identifier .. ',' .. cjson.encode(policy.type) .. ',' .. data .. ']'
-  local job = records.new(priority, now_ms, run_at_ms, tick and 'T=' .. tick or '', body)
+  local job = records.new(priority, now_text(), run_at_ms, tick and 'T=' .. tick or '', body)
   redis.call('HSET', key('jobs'), id, records.write(job))
   records.note_size(#body, base)
   journal.note_ids('enqueued', 0, { id })
