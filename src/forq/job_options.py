@@ -15,6 +15,10 @@ from forq.settings import OPTIONS
 from forq.values import show_duration, shown
 
 MAX_BACKOFFS = 20
+# The syntax of packed options, for readers that cannot call `unpack_options`: each letter at most once.
+_MS = "[0-9]{1,18}"
+_PART = f"(?:[trkxT]={_MS}|b={_MS}(?::{_MS}){{0,{MAX_BACKOFFS - 1}}})"
+PACKED = f"^(?!.*([trbkxT])=.*,\\1=){_PART}(?:,{_PART})*$"
 # As given by a user: "30s", 30, 0.5, timedelta(minutes=5).
 Duration = str | float | timedelta
 
