@@ -171,7 +171,7 @@ def _check_backoff(backoff: Any, where: str) -> tuple[int, ...]:
     if backoff is None:
         return ()
     delays = list(backoff) if isinstance(backoff, list | tuple) else [backoff]
-    if not 1 <= len(delays) <= MAX_BACKOFFS:
+    if not 1 <= len(delays) <= MAX_BACKOFFS or None in delays:
         raise UsageError(
             f"{where}: backoff = {shown(backoff)} is not allowed: a delay, or a list of 1 to {MAX_BACKOFFS} delays"
         )

@@ -68,6 +68,7 @@ def test_options_are_shown_as_a_user_gives_them() -> None:
         ({"timeout": True}, "timeout = True is not allowed"),
         ({"max_retries": 1.5}, "max_retries = 1.5 is not allowed: a whole number"),
         ({"backoff": []}, r"backoff = \[\] is not allowed: a delay, or a list of 1 to 20 delays"),
+        ({"backoff": [1, None]}, r"backoff = \[1, None\] is not allowed: a delay, or a list of 1 to 20 delays"),
         ({"backoff": [1, "x"]}, "backoff = 'x' is not allowed: a duration"),
         ({"keep_done": "400d"}, "keep_done = '400d' is not allowed: a duration from 0s to 365d"),
     ],

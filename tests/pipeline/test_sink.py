@@ -160,7 +160,7 @@ def test_an_existing_job_is_skipped_or_updated(spark: SparkSession, queue: OneQu
         ("'q' queue, 1 data, 0 expires_in", "row 0 of partition 0 .*: options of a job: expires_in = 0 is not allowed"),
         (
             "'q' queue, 1 data, array(1, null) backoff",
-            "row 0 of partition 0 .*: column backoff has an array with a null",
+            r"row 0 of partition 0 .*: options of a job: backoff = \[1, None\] is not allowed",
         ),
         ("'q' queue", "has no column 'data'"),
         ("'q' queue, 1 data, 2 priorty", "has an unknown column 'priorty'"),

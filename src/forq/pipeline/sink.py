@@ -171,8 +171,6 @@ def _is_duration(column: DataType) -> bool:
 
 def _own_options(row: dict[str, Any]) -> str:
     backoff = row.get("backoff")
-    if isinstance(backoff, list) and None in backoff:
-        raise UsageError("column backoff has an array with a null")
     return pack_job_options(
         timeout=_duration(row.get("timeout")),
         max_retries=row.get("max_retries"),
