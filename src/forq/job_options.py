@@ -16,6 +16,10 @@ from forq.settings import OPTIONS
 from forq.values import show_duration, shown
 
 MAX_BACKOFFS = 20
+# The syntax of packed options, for readers that cannot call `unpack_options`: each letter at most once.
+_MS = "[0-9]{1,18}"
+_PART = f"(?:[trkxT]={_MS}|b={_MS}(?::{_MS}){{0,{MAX_BACKOFFS - 1}}})"
+PACKED = f"^(?!.*([trbkxT])=.*,\\1=){_PART}(?:,{_PART})*$"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -166,7 +170,7 @@ def _check_backoff(backoff: Any, where: str) -> tuple[int, ...]:
     if backoff is None:
         return ()
     delays = list(backoff) if isinstance(backoff, list | tuple) else [backoff]
-    if not 1 <= len(delays) <= MAX_BACKOFFS:
+    if not 1 <= len(delays) <= MAX_BACKOFFS or None in delays:
         raise UsageError(
             f"{where}: backoff = {shown(backoff)} is not allowed: a delay, or a list of 1 to {MAX_BACKOFFS} delays"
         )

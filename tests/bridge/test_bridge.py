@@ -175,6 +175,27 @@ def test_a_queue_of_another_mode_accepts_jobs_but_no_workers(redis_url: str) -> 
     link.close()
 
 
+def test_options_of_a_job_need_a_queue_of_mode_work(redis_url: str) -> None:
+    """External workers have no deadline and no expiry. A missing queue is not created, since it would be external."""
+    link = Link(redis_url)
+    registry = Registry(link, DEFAULT_PREFIX)
+    registry.create("work", "work", 10, stored_defaults(), {})
+    registry.create("outside", "external", 10, stored_defaults("external"), {})
+    own = {"timeout": "5m", "max_retries": 2, "backoff": [1, "1m"], "expires_in": 3600, "keep_done": "1h"}
+    with bridge(redis_url) as process:
+        process.send("add_job", queue_name="work", uuid="j", command="c", **own)
+        process.wait_for("job_added")
+        process.send("add_job", queue_name="outside", command="c", timeout="5m")
+        assert "'outside' is of mode external: timeout, max_retries" in process.wait_for("error")["reason"]
+        process.send("add_job", queue_name="missing", command="c", timeout="5m")
+        assert process.wait_for("error", 2)["reason"].startswith("no queue 'missing'")
+    job = Inspector(link, DEFAULT_PREFIX, "work").job("j")
+    assert job["options"] == {"timeout": "5m", "max_retries": 2, "backoff": ["1s", "1m"], "keep_done": "1h"}
+    assert "expires_at" in job
+    assert registry.names() == {"work": "work", "outside": "external"}
+    link.close()
+
+
 def test_adding_an_existing_uuid_updates_that_job(redis_url: str) -> None:
     with bridge(redis_url) as process:
         for n in (1, 2):

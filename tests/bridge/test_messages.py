@@ -27,7 +27,7 @@ def message(topic: str, **payload: object) -> bytes:
 def test_missing_optional_fields_have_defaults() -> None:
     added = parse_message(message("add_job", queue_name="q", command="c"))
     assert isinstance(added, AddJob)
-    assert (added.priority, added.args, added.reference_uuid) == (5, None, None)
+    assert (added.priority, added.args, added.reference_uuid, added.options) == (5, None, None, "")
     assert len(added.uuid) == 32
     assert added.token != added.uuid
     failed = parse_message(message("job_failed", **JOB, error="no"))
@@ -75,6 +75,11 @@ def test_unknown_fields_are_ignored() -> None:
         (message("add_job", queue_name="q", command="c", priority=True), "priority True is not allowed"),
         (message("add_job", queue_name="q", command="c", uuid="a b"), "uuid 'a b' is not allowed"),
         (message("add_job", queue_name="q", command="c", reference_uuid=7), "reference_uuid 7 is not allowed"),
+        (message("add_job", queue_name="q", command="c", timeout="soon"), "options of a job: timeout = 'soon' is not"),
+        (message("add_job", queue_name="q", command="c", timeout={}), "options of a job: timeout = {} is not allowed"),
+        (message("add_job", queue_name="q", command="c", max_retries="1x"), "max_retries = '1x' is not allowed"),
+        (message("add_job", queue_name="q", command="c", backoff=[1, None]), "backoff = [1, None] is not allowed"),
+        (message("add_job", queue_name="q", command="c", expires_in=0), "expires_in = 0 is not allowed: a duration"),
         (message("worker_idle", queue_name="q", worker_uuid="a:b"), "worker_uuid 'a:b' is not allowed"),
         (message("worker_idle", queue_name="q", worker_uuid=""), "worker_uuid '' is not allowed"),
         (

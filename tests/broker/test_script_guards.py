@@ -210,6 +210,14 @@ def test_an_invalid_record_is_replaced_by_the_next_dispatch_of_its_id(queue: One
     assert queue.worker().turn(want=2) == ["a"]
 
 
+def test_the_journal_has_the_options_of_a_job_whose_invalid_record_was_replaced(queue: OneQueue) -> None:
+    queue.producer.enqueue([new_job(1, id="a", expires_in=60)])
+    queue.redis.hset(queue.key("jobs"), "a", b"\x00garbage")
+    queue.producer.enqueue([new_job(2, id="a")])
+    last = [event.cause for event in queue.events() if event.verb == "options"][-1]
+    assert last == "-"
+
+
 def test_a_backoff_of_zero_stays_zero_after_a_thousand_retries(redis_url: str) -> None:
     with one_queue(redis_url, max_retries=5000, min_backoff_ms=0) as queue:
         queue.enqueue("a")

@@ -1,11 +1,13 @@
 """Options of one job: checked as a user gives them, packed into one word, and read back."""
 
+import re
 from datetime import timedelta
 
 import pytest
 
 from forq.errors import InvalidData, InvalidOption, UsageError
 from forq.job_options import (
+    PACKED,
     AttemptOptions,
     StoredOptions,
     check_attempt_options,
@@ -66,6 +68,7 @@ def test_options_are_shown_as_a_user_gives_them() -> None:
         ({"timeout": True}, "timeout = True is not allowed"),
         ({"max_retries": 1.5}, "max_retries = 1.5 is not allowed: a whole number"),
         ({"backoff": []}, r"backoff = \[\] is not allowed: a delay, or a list of 1 to 20 delays"),
+        ({"backoff": [1, None]}, r"backoff = \[1, None\] is not allowed: a delay, or a list of 1 to 20 delays"),
         ({"backoff": [1, "x"]}, "backoff = 'x' is not allowed: a duration"),
         ({"keep_done": "400d"}, "keep_done = '400d' is not allowed: a duration from 0s to 365d"),
     ],
@@ -84,3 +87,21 @@ def test_a_job_expires_after_a_positive_duration(given: object) -> None:
 def test_an_error_names_its_place() -> None:
     with pytest.raises(InvalidOption, match=r"^task 'send': timeout"):
         check_attempt_options(timeout="x", where="task 'send'")
+
+
+@pytest.mark.parametrize(
+    "packed",
+    [
+        "x=5",
+        "r=0,T=1700000000000",
+        pack_options(check_attempt_options(timeout="30s", max_retries=10**6, backoff=["1s"] * 20, keep_done="365d"), 1),
+    ],
+)
+def test_the_pattern_of_packed_options_matches_what_is_packed(packed: str) -> None:
+    assert re.search(PACKED, packed)
+    unpack_options(packed)
+
+
+@pytest.mark.parametrize("packed", ["", "-", "r", "r=", "r=-1", "r=1,", ",r=1", "r=1,r=2", "z=1", "b=1::2", "r=1 t=2"])
+def test_the_pattern_of_packed_options_refuses_everything_else(packed: str) -> None:
+    assert not re.search(PACKED, packed)

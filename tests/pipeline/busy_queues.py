@@ -18,7 +18,9 @@ from forq.settings import stored_defaults
 EXPIRY_MS = 600_000
 OUTCOMES: tuple[Outcome, ...] = ("stalled", "timed_out", "interrupted", "suspect", "cancelled")
 KINDS = ("retriable", "retriable", "permanent", "timeout", "snooze")
-OPTIONS = ("", "", "", "r=1,b=1:5", "x=1", "t=1000,k=5000,x=60000")
+OPTIONS = ("", "", "", "r=0", "r=1,b=1:5", "x=1", "t=1000,k=5000,x=60000")
+# Updates that reset the counts of a job, and some that do not.
+UPDATES = (Update(), Update(), Update(reset_counts=False), Update(update_data=False), Update("skip"))
 
 
 def revive_or_discard_one(dead: DeadJobs, chance: random.Random) -> None:
@@ -93,7 +95,7 @@ class BusyQueue:
             )
             for number in chance.sample(range(self._ids), chance.randint(1, min(self._batch, self._ids)))
         ]
-        self._producer.enqueue(jobs, Update(chance.choice(("update", "update", "skip"))))
+        self._producer.enqueue(jobs, chance.choice(UPDATES))
 
     def turn(self) -> None:
         """Settles some held jobs in order, returns the rest, and claims more."""

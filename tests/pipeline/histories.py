@@ -145,6 +145,7 @@ def sample_history() -> tuple[list[WrittenEntry], RedisState]:
     write = journal.write
     _write_deleted_queue(journal)
     _write_release_queue(journal)
+    _write_own_options(journal)
     journal.create("q#fail")
     journal.create("q")
     write("q", "enqueued 0 a b c d e", actor="-")
@@ -223,6 +224,52 @@ def _write_release_queue(journal: JournalWriter) -> None:
     write("r", "promoted 0 o", "claimed 304 2 o", "dead 304 o - 0 NotAwaited", actor="p1")
 
 
+def _write_own_options(journal: JournalWriter) -> None:
+    """Jobs with options of their own. w7 serves the main lane, w8 the retry lane. The clock is between 1 s and 2 s."""
+
+    def write(*lines: str, actor: str = "-") -> None:
+        journal.write("own", *lines, actor=actor)
+
+    journal.create("own")
+    write("enqueued 0 oa ob oe", "options 0 oa r=1,b=1:5", "options 0 oe x=999000")
+    write("claimed 401 1 oa ob oe", actor="w7")
+    write("retried 401 oa 5 KeyError", "scheduled 0 oa 9", "done 401 ob 5", "returned 0 oe", actor="w7")
+    write("promoted 0 oa", "claimed 402 2 oa", "claimed 402 1 oe", actor="w7")
+    # Its own retries are used up: the next one is in the retry lane.
+    write("retried 402 oa 5 KeyError", "done 402 oe 5", actor="w7")
+    write("claimed 403 3 oa", actor="w8")
+    # The retry was allowed by the options before the update, which resets the counts.
+    write("blocked 0 oa")
+    write("options 0 oa r=0", "merged 0 oa", "retried 403 oa 5 KeyError", actor="w8")
+    write("claimed 404 1 oa", actor="w7")
+    write("retried 404 oa 5 KeyError", actor="w7")
+    write("claimed 405 2 oa", actor="w8")
+    write("done 405 oa 5", actor="w8")
+    # Neither snoozes nor lost attempts are retries.
+    write("enqueued 0 oh", "options 0 oh r=0")
+    write("claimed 406 1 oh", actor="w7")
+    write("snoozed 406 oh 5", "claimed 407 1 oh", actor="w7")
+    write("stalled 407 oh signal_9", "returned 0 oh", actor="p1")
+    write("claimed 408 2 oh", actor="w7")
+    write("timed_out 408 oh timeout", "returned 0 oh", actor="w7")
+    write("claimed 409 3 oh", actor="w7")
+    write("done 409 oh 5", actor="w7")
+    # An expired job is dead, and without its expiry when it is revived.
+    write("enqueued 0 of", "scheduled 0 of 8", "options 0 of r=3,x=700")
+    write("promoted 0 of", "claimed 410 1 of", "dead 410 of - 0 Expired", actor="w7")
+    write("revived 410 of", "options 0 of r=3")
+    write("claimed 411 1 of", actor="w7")
+    write("done 411 of 5", actor="w7")
+    # A new job of the same id, and an update, have other options.
+    write("enqueued 0 of")
+    write("claimed 412 1 of", actor="w7")
+    write("done 412 of 5", actor="w7")
+    write("enqueued 0 og", "options 0 og x=800")
+    write("options 0 og -", "updated 0 og")
+    write("claimed 413 1 og", actor="w7")
+    write("done 413 og 5", actor="w7")
+
+
 def _held(entries: list[WrittenEntry]) -> RedisState:
     locations: list[tuple[str, str, str, int | None]] = [
         *(("q", job, "record", None) for job in "hjkli"),
@@ -236,5 +283,5 @@ def _held(entries: list[WrittenEntry]) -> RedisState:
         ("q#fail", "e:105", "dead", 203),
         ("r", "o", "dead", 304),
     ]
-    held = {"q": (5, 1, 1, 1), "q#fail": (2, 1, 0, 1), "r": (0, 0, 0, 1)}
+    held = {"q": (5, 1, 1, 1), "q#fail": (2, 1, 0, 1), "r": (0, 0, 0, 1), "own": (0, 0, 0, 0)}
     return redis_state_at_end(rows_of(entries), held, locations)

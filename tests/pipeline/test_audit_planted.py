@@ -47,6 +47,10 @@ def moved_in_time(text: str, microseconds: int) -> Callable[[Entries], Entries]:
     ]
 
 
+def written_by(text: str, actor: str) -> Callable[[Entries], Entries]:
+    return lambda entries: [replace(entry, actor=actor) if text in entry.text else entry for entry in entries]
+
+
 # The rule that must find the change, and the change.
 PLANTED: list[tuple[str, Callable[[Entries], Entries]]] = [
     # A job ends twice, or a run does.
@@ -159,6 +163,23 @@ PLANTED: list[tuple[str, Callable[[Entries], Entries]]] = [
     ("overlap", added("dropped 0 z", "claimed 109 1 i", "done 107 i 1", "done 109 i 1")),
     ("overlap", moved_in_time("done 11 x 10", 50 * STEP_US)),
     ("overlap", moved_in_time("claimed 102 1 c d", 50 * STEP_US)),
+    # Options of jobs: too many retries, in the main lane.
+    ("options", written_by("claimed 403 3 oa", "w7")),
+    ("options", written_by("claimed 405 2 oa", "w7")),
+    ("options", replaced("options 0 oa r=1,b=1:5", "options 0 oa b=1:5,r=0")),
+    ("options", replaced("snoozed 406 oh 5\nclaimed 407 1 oh", "retried 406 oh 5 KeyError\nclaimed 407 2 oh")),
+    # Started after the expiry.
+    ("options", replaced("options 0 oe x=999000", "options 0 oe x=1000,k=5")),
+    ("options", replaced("claimed 410 1 of\ndead 410 of - 0 Expired", "claimed 410 1 of")),
+    ("options", replaced("revived 410 of\noptions 0 of r=3", "revived 410 of\noptions 0 of r=3,x=700")),
+    ("options", replaced("options 0 og -\n", "")),
+    # Malformed, or without the event that sets them.
+    ("options", replaced("options 0 oh r=0", "options 0 oh r=none")),
+    ("options", replaced("options 0 oh r=0", "options 0 oh r=0,r=1")),
+    ("options", replaced("options 0 oh r=0", "options 0 oh r=0,z=1")),
+    ("options", replaced("options 0 oh r=0", "options 0 oh t=1,b=1::2")),
+    ("options", added("enqueued 0 oa ob oe", "options 0 ob r=1", queue="own")),
+    ("options", replaced("options 0 og -\nupdated 0 og", "options 0 og -")),
     # Time, beginning and end.
     ("chain", moved_in_time("claimed 102 1 c d", -5 * STEP_US)),
     ("chain", added("deleted 0 0", "resumed 0", queue="old")),

@@ -66,6 +66,22 @@ def test_the_cause_of_a_lifecycle_is_that_of_its_last_unsuccessful_attempt(spark
     ]
 
 
+def test_a_lifecycle_has_the_options_that_its_job_had_last(spark: SparkSession) -> None:
+    journal = Journal("q")
+    journal.note(1, *(event("enqueued", job) for job in "abc"), event("options", "a", cause="r=1"))
+    journal.note(2, event("options", "b", cause="t=5"), event("updated", "b"))
+    journal.note(3, event("claimed", "a", fence=3, attempt=1))
+    journal.note(4, event("dead", "a", fence=3, cause="KeyError", micros=1))
+    journal.note(5, event("options", "b", cause="-"), event("updated", "b"))
+    journal.note(6, event("revived", "a", fence=3), event("options", "a", cause="r=2"))
+    assert some(lifecycles(spark, journal), "job", "life", "state", "verb", "cause", "fence", "options") == [
+        ("a", 0, "dead", "dead", "KeyError", 3, "r=1"),
+        ("a", 1, "ready", "revived", None, 3, "r=2"),
+        ("b", 0, "ready", "updated", None, 0, None),
+        ("c", 0, "ready", "enqueued", None, 0, None),
+    ]
+
+
 def test_a_released_job_has_ended(spark: SparkSession) -> None:
     journal = Journal("q")
     journal.note(1, event("enqueued", "a"))

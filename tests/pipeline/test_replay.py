@@ -10,13 +10,15 @@ from pyspark.sql import SparkSession
 
 from forq.broker.dead import DeadJobs
 from forq.broker.enqueue import new_job
-from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.broker.record import unpack
 from forq.errors import ForqError, UnknownQueue, UsageError
+from forq.job_options import pack_job_options
 from forq.pipeline import replay
 from forq.pipeline.format import EVENTS
 from forq.pipeline.history import History, read_history
 from forq.pipeline.replay import Lookup, job_lifecycles
+from forq.settings import stored_defaults
 from tests.pipeline.event_rows import Journal, event
 from tests.support.drive.one_queue import OneQueue, one_queue
 
@@ -62,9 +64,9 @@ def end_all(queue: OneQueue, *, well: bool = False, name: str = "w1") -> None:
     worker = queue.worker(name)
     ids = worker.turn(want=100)
     while ids:
-        ended = {"done": ids} if well else {"failed": ids}
+        ended = {"done": ids} if well else {"failed": ids, "kind": "permanent"}
         # The helper walks through ids, and takes a list of longer ones as well.
-        ids = worker.turn(want=100, **ended)  # type: ignore[arg-type]
+        ids = worker.turn(want=100, **ended)
 
 
 def result_of(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
@@ -101,6 +103,37 @@ def test_selected_dead_jobs_are_enqueued_again_with_all_their_fields(
         record = unpack(records[f"pick{number}"])
         assert (record.data, record.identifier, record.type) == ([number, data], f"i{number}", "t")
         assert (record.priority, record.retry_count) == (number % 10, 0)
+
+
+def test_a_replayed_job_keeps_its_options_without_the_expiry(
+    queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {"timeout": "5m", "max_retries": 2, "backoff": ["1s", "90s"], "keep_done": "1h"}
+    options = pack_job_options(**own, expires_in="1h")  # type: ignore[arg-type]
+    queue.producer.enqueue(
+        [new_job(1, id="all", options=options), new_job(2, id="expiry", expires_in=60), new_job(3, id="none")]
+    )
+    end_all(queue)
+    replays.ingest()
+    assert replays("state = 'dead' and (options is null or options like '%x=%')") == 0
+    jobs = {job_id: queue.inspector.job(job_id) for job_id in ("all", "expiry", "none")}
+    assert jobs["all"]["options"] == own
+    assert not any("expires_at" in job for job in jobs.values())
+    assert not any("options" in jobs[job_id] for job_id in ("expiry", "none"))
+
+
+def test_a_job_with_options_is_not_replayed_to_a_queue_of_another_mode(
+    redis_url: str, queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
+) -> None:
+    queue.registry.create("outside", "external", 100, stored_defaults("external"), {})
+    queue.producer.enqueue([new_job(1, id="a", max_retries=2), new_job(2, id="b", expires_in=60)])
+    end_all(queue)
+    replays.ingest()
+    assert replays("state = 'dead'", "--to", "outside") == 1
+    out = capsys.readouterr().out
+    assert "1 of 2 replayed" in out
+    assert "1 not replayed: it has options of its own, which need a queue of mode work" in out
+    assert queue.redis.hkeys(queue_base(DEFAULT_PREFIX, "outside") + ":jobs") == [b"b"]
 
 
 def test_a_second_replay_changes_nothing_even_after_the_jobs_have_ended(

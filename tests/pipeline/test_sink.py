@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from pyspark.sql import functions as f
 
 from forq.errors import BackPressure, OutcomeUnknown
 from forq.pipeline.sink import with_patience
+from forq.settings import stored_defaults
 from tests.pipeline.busy_queue import drain
 from tests.support.drive.one_queue import OneQueue, one_queue
 from tests.support.drive.wait import wait_until
@@ -55,6 +57,32 @@ def test_each_row_becomes_a_job_with_the_values_of_its_columns(spark: SparkSessi
     assert (one["state"], one["run_at"]) == ("scheduled", 2_000_000_000.123)
     assert (two["data"], two["identifier"], two["priority"], two["state"]) == (None, "two", 5, "waiting")
     assert queue.redis.keys(queue.key("token:*:token"))
+
+
+def test_jobs_get_the_options_of_their_columns(spark: SparkSession, queue: OneQueue) -> None:
+    rows = spark.sql(
+        """select 'q' queue, 1 data, 'one' id, '5m' timeout, 2 max_retries, array('1s', '1m') backoff,
+           interval '1' hour expires_in, 0.5 keep_done
+           union all select 'q', 2, 'two', null, null, null, null, null"""
+    )
+    began = time.time()
+    write(rows, queue)
+    one, two = (queue.inspector.job(job_id) for job_id in ("one", "two"))
+    assert one["options"] == {"timeout": "5m", "max_retries": 2, "backoff": ["1s", "1m"], "keep_done": "500ms"}
+    assert began + 3599 < one["expires_at"] < time.time() + 3601
+    assert "options" not in two
+    assert "expires_at" not in two
+    write(spark.sql("select 'q' queue, 1 data, 'three' id, 5 backoff"), queue)
+    assert queue.inspector.job("three")["options"] == {"backoff": ["5s"]}
+
+
+def test_options_need_a_queue_of_mode_work(spark: SparkSession, queue: OneQueue) -> None:
+    queue.registry.create("outside", "external", 100, stored_defaults("external"), {})
+    rows = spark.sql("select 'outside' queue, 1 data, 1 max_retries")
+    with pytest.raises(
+        PySparkException, match=r"rows 0 to 0 of partition 0: queue 'outside' is of mode external: timeout"
+    ):
+        write(rows, queue)
 
 
 def test_data_may_be_any_json_value(spark: SparkSession, queue: OneQueue) -> None:
@@ -124,9 +152,28 @@ def test_an_existing_job_is_skipped_or_updated(spark: SparkSession, queue: OneQu
             "row 0 of partition 0 .id 'big'.: .* larger than max_data",
         ),
         ("'q' queue, double('nan') data", "row 0 of partition 0 .*: job data is not JSON: data is NaN"),
+        (
+            "'q' queue, 1 data, -1 max_retries",
+            "row 0 of partition 0 .*: options of a job: max_retries = -1 is not allowed",
+        ),
+        ("'q' queue, 1 data, 'soon' timeout", "row 0 of partition 0 .*: options of a job: timeout = 'soon' is not"),
+        ("'q' queue, 1 data, 0 expires_in", "row 0 of partition 0 .*: options of a job: expires_in = 0 is not allowed"),
+        (
+            "'q' queue, 1 data, array(1, null) backoff",
+            r"row 0 of partition 0 .*: options of a job: backoff = \[1, None\] is not allowed",
+        ),
         ("'q' queue", "has no column 'data'"),
         ("'q' queue, 1 data, 2 priorty", "has an unknown column 'priorty'"),
         ("'q' queue, 1 data, 2 id", "column id is int, not a string"),
+        ("'q' queue, 1 data, '2' max_retries", "column max_retries is string, not a whole number"),
+        (
+            "'q' queue, 1 data, true timeout",
+            "column timeout is boolean, not a number of seconds, a string such as '30s'",
+        ),
+        (
+            "'q' queue, 1 data, map(1, 2) backoff",
+            "column backoff is map<int,int>, not a number of .* or an array of them",
+        ),
         ("'q' queue, current_date() data", "data of type date cannot be written as JSON"),
     ],
 )

@@ -191,7 +191,7 @@ def test_jobs_of_every_state_are_read(spark: SparkSession, queue: OneQueue) -> N
     queue.enqueue("a", priority=2)
     worker.turn(want=1)
     queue.producer.enqueue([new_job({"ü": [1, None]}, id="w", identifier="who", type="t")])
-    queue.producer.enqueue([new_job("x", id="s", run_at=2_000_000_000.5)])
+    queue.producer.enqueue([new_job("x", id="s", run_at=2_000_000_000.5, max_retries=2, expires_in=1)])
     queue.redis.hset(queue.key("jobs"), "broken", "?")
     rows = {row.id: row for row in read(spark, queue, what="jobs").collect()}
     assert {job_id: row.state for job_id, row in rows.items()} == {
@@ -205,6 +205,7 @@ def test_jobs_of_every_state_are_read(spark: SparkSession, queue: OneQueue) -> N
     assert (rows["w"].identifier, rows["w"].type, rows["w"].data) == ("who", "t", '{"ü":[1,null]}')
     (run_at,) = read(spark, queue, what="jobs").where("id = 's'").selectExpr("unix_micros(run_at)").collect()[0]
     assert run_at == 2_000_000_000_500_000
+    assert {job_id: row.options for job_id, row in rows.items() if row.options} == {"s": "r=2,x=2000000001500"}
     assert rows["d"].error == '{"message":"no"}'
     assert rows["d"].died_at is not None
     assert abs(rows["d"].died_at.replace(tzinfo=UTC) - datetime.now(UTC)).total_seconds() < 600

@@ -14,6 +14,7 @@ from forq.broker.enqueue import MAX_SECONDS
 from forq.broker.keys import DEFAULT_PRIORITY
 from forq.errors import ForqError, UsageError
 from forq.job import new_id
+from forq.job_options import pack_job_options
 from forq.values import check_job_id, check_queue_name, shown
 
 SERVICE_NAME = "forq-bridge"
@@ -21,6 +22,7 @@ MAX_TEXT = 1024
 MAX_ERROR_MESSAGE = 10_000
 DEFAULT_LIMIT, MAX_LIMIT = 100, 1000
 KINDS = ("permanent", "retriable")
+_OWN_OPTIONS = ("timeout", "max_retries", "backoff", "expires_in", "keep_done")
 # No colon: in Redis it separates the owner of a job from the fence.
 _WORKER = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 
@@ -39,6 +41,8 @@ class AddJob:
     args: Any
     priority: int
     reference_uuid: str | None
+    # The job's own, packed; '' if it has none.
+    options: str = ""
     # Makes a retry safe when the reply of Redis was lost.
     token: str = field(default_factory=new_id)
 
@@ -150,6 +154,12 @@ class Payload:
             raise _invalid(name, value, f"a number from {lowest:g} to {highest:g}")
         return float(value)
 
+    def own_options(self) -> str:
+        try:
+            return pack_job_options(**{name: self.get(name) for name in _OWN_OPTIONS})
+        except ForqError as exc:
+            raise InvalidMessage(str(exc)) from exc
+
     def _required(self, name: str) -> Any:
         if name not in self._fields:
             raise InvalidMessage(f"payload has no {name}")
@@ -204,6 +214,7 @@ def _add_job(payload: Payload) -> AddJob:
         args=payload.get("args"),
         priority=payload.integer("priority", 0, 9) if payload.has("priority") else DEFAULT_PRIORITY,
         reference_uuid=payload.text("reference_uuid") if payload.has("reference_uuid") else None,
+        options=payload.own_options(),
     )
 
 

@@ -93,9 +93,12 @@ class Requests:
             identifier=request.command[:MAX_IDENTIFIER],
             priority=request.priority,
             token=request.token,
+            options=request.options,
         )
         producer = Producer(self._link, self._prefix, request.queue)
-        uuid = self._creating_queue(request.queue, lambda: producer.enqueue([job]))[0]
+        # A queue that the bridge creates is external, and would refuse the options.
+        store = partial(producer.enqueue, [job])
+        (uuid,) = store() if request.options else self._creating_queue(request.queue, store)
         return [("job_added", {"uuid": uuid, "queue_name": request.queue, **reference})]
 
     def _worker_idle(self, request: WorkerIdle) -> list[Response]:

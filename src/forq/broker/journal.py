@@ -18,7 +18,8 @@ An event is a verb, a fence (0 where none applies) and its subjects. The last ve
     unblocked 0 ID ID …               ready: the blocked enqueue is now a job (the other has ended)
     merged 0 ID                       (the blocked enqueue has updated the active job; `retried` or `returned` follows)
     withdrawn 0 ID                    (the blocked enqueue was cancelled)
-    options 0 ID OPTIONS              (the job's own options are now these, '-' for none: job_options.py)
+    options 0 ID OPTIONS              (the job's own options are now these, '-' for none: job_options.py). In the entry
+                                      of what sets them: before `updated` and `merged`, else after
     claimed FENCE ATTEMPT ID ID …     active; ATTEMPT: retries + stalls + timeouts of its record, and 1
     marked FENCE ID                   active, and forgotten if it does not succeed (a user removed it)
     done FENCE ID MICROS ID MICROS …  gone (MICROS '-': unknown)

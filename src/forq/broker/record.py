@@ -107,12 +107,18 @@ def unpack(packed: bytes) -> Record:
         raise InvalidData(f"broken job record: {exc}") from exc
 
 
-def stored_options(packed: bytes) -> StoredOptions | None:
-    """The job's own options; None if it has none. InvalidData if they are broken."""
+def packed_options(packed: bytes) -> str | None:
+    """The job's own options as the record has them; None if it has none."""
     if packed[:1] not in (b"o", b"O"):
         return None
     stored = packed[: packed.find(b"\n")].rpartition(b" ")[2]
-    return None if stored == b"-" else unpack_options(stored.decode(errors="replace"))
+    return None if stored == b"-" else stored.decode(errors="replace")
+
+
+def stored_options(packed: bytes) -> StoredOptions | None:
+    """The job's own options; None if it has none. InvalidData if they are broken."""
+    stored = packed_options(packed)
+    return None if stored is None else unpack_options(stored)
 
 
 def unpacked_fields(packed: bytes) -> dict[str, Any]:

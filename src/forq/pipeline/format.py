@@ -129,6 +129,7 @@ JOBS = StructType(
         StructField("timeout_count", _INT),
         StructField("enqueued_at", _TIME),
         StructField("run_at", _TIME),  # of scheduled
+        StructField("options", _TEXT),  # its own, packed (job_options.py); null if it has none
         StructField("data", _TEXT),  # JSON; null if the record is broken
         StructField("fence", _LONG),  # of active and dead
         StructField("died_at", _TIME),

@@ -19,7 +19,7 @@ from forq.broker.inspect import live_state
 from forq.broker.journal import Event, read_entry, unpack_entry
 from forq.broker.keys import events_key, fail_queue, queue_base, registry_key, watermarks_key
 from forq.broker.link import Link
-from forq.broker.record import Record, unpack
+from forq.broker.record import Record, packed_options, unpack
 from forq.broker.registry import Registry
 from forq.errors import ForqError, InvalidData, OutcomeUnknown, RedisUnavailable, UnknownQueue
 from forq.pipeline.format import EVENTS_ARROW, JOBS_ARROW
@@ -329,6 +329,7 @@ def _fields(packed: bytes) -> dict[str, Any]:
         "stall_count": record.stall_count,
         "timeout_count": record.timeout_count,
         "enqueued_at": record.enqueued_us,
+        "options": packed_options(packed),
         "data": orjson.dumps(record.data).decode(),
     }
 

@@ -38,6 +38,7 @@ from forq.pipeline.reader import require_queues
 from forq.pipeline.session import spark_session
 from forq.pipeline.verbs import quoted
 from forq.progress_line import ProgressLine
+from forq.settings import WORK
 from forq.values import check_queue_name
 
 _ENDS = quoted(*verbs.ENDS)
@@ -47,6 +48,9 @@ _NOT_IN_LIFECYCLE = quoted(*verbs.NOT_IN_LIFECYCLE)
 # more useful.
 _BY_CLAIM = "verb = 'dead' and micros is null and cause in ('StallError', 'TimeoutError')"
 
+# `options` is about a job, but no step of its lifecycle.
+_IS_STEP = f"verb not in ({quoted(*verbs.NOTES)})"
+
 _LIFECYCLES = f"""
 select life.queue, life.epoch, life.job, life.number as life, life.enqueued_at,
   case when last_verb in ({_ENDS}) then last_verb
@@ -55,19 +59,23 @@ select life.queue, life.epoch, life.job, life.number as life, life.enqueued_at,
     else 'ready' end as state,
   last_verb as verb,
   case when last_verb in ({_ENDS}) then last_at else deletion.time end as ended_at,
-  attempts, cause, micros, life.fence,
+  attempts, cause, micros, life.fence, nullif(options, '-') as options,
   case when last_verb = 'dead' then coalesce(archived.fate, if(deletion.time is null, null, 'deleted')) end as fate
 from (
   select queue, epoch, job, number, min(time) as enqueued_at, max(time) as last_at,
-    max_by(verb, struct(sequence, position)) as last_verb, max_by(fence, struct(sequence, position)) as fence,
+    max_by(verb, struct(sequence, position)) filter (where {_IS_STEP}) as last_verb,
+    max_by(fence, struct(sequence, position)) filter (where {_IS_STEP}) as fence,
     max(attempt) as attempts,
     max_by(micros, struct(sequence, position)) filter (where micros is not null) as micros,
-    max_by(cause, struct(sequence, position)) filter (where cause is not null and not ({_BY_CLAIM})) as cause
+    max_by(cause, struct(sequence, position)) filter (
+      where {_IS_STEP} and cause is not null and not ({_BY_CLAIM})
+    ) as cause,
+    max_by(cause, struct(sequence, position)) filter (where not ({_IS_STEP})) as options
   from (
     select *, coalesce(sum(if(verb in ({_ENDS}), 1, 0)) over (
       partition by queue, epoch, job order by sequence, position rows between unbounded preceding and 1 preceding
     ), 0) as number
-    from {{events}} where job is not null and verb not in ({_NOT_IN_LIFECYCLE})
+    from {{events}} where job is not null and (verb not in ({_NOT_IN_LIFECYCLE}) or not ({_IS_STEP}))
   )
   group by queue, epoch, job, number
 ) as life
@@ -86,7 +94,7 @@ left join (
 
 def job_lifecycles(spark: SparkSession, events: DataFrame) -> DataFrame:
     """Columns: queue, epoch, job, life (from 0), enqueued_at, state, verb (the last), ended_at, attempts, cause (of the
-    last attempt that did not succeed), micros (of the last measured attempt), fence, fate.
+    last attempt that did not succeed), micros (of the last measured attempt), fence, options (packed), fate.
 
     state: ready, active, done, released, dead, cancelled, dropped (its record was lost) or deleted (with its queue).
     fate of a dead job: revived, discarded, forgotten or deleted; null while it is kept.
@@ -97,8 +105,10 @@ def job_lifecycles(spark: SparkSession, events: DataFrame) -> DataFrame:
 READY, ALREADY = "ready", "already"
 LOOKED_UP = (
     "queue string, job string, fence long, state string, target string, outcome string, identifier string, "
-    "type string, priority int, data string, token string"
+    "type string, priority int, data string, token string, timeout string, max_retries int, backoff array<string>, "
+    "keep_done string"
 )
+OWN_OPTIONS = ("timeout", "max_retries", "backoff", "keep_done")
 _COLUMNS = tuple(column.split()[0] for column in LOOKED_UP.split(","))
 _LONGEST_TOKEN = 128
 # Records may be large: limits the memory of a task.
@@ -117,6 +127,7 @@ NOT_DEAD = "it is no longer a dead job"
 IS_LIVE = "a live job has its id"
 BROKEN = "its record is broken"
 NO_QUEUE = "its queue does not exist any more"
+NOT_IN_MODE = "it has options of its own, which need a queue of mode work"
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +167,7 @@ class Lookup:
 
     def _look_up_queue(self, link: Link, queue: str, rows: list[dict[str, Any]]) -> None:
         source, target = queue_base(self.prefix, queue), queue_base(self.prefix, rows[0]["target"])
-        epoch = link.call("HGET", f"{target}:options", "epoch")
+        epoch, mode = link.call("HMGET", f"{target}:options", "epoch", "mode")
         if epoch is None:
             for row in rows:
                 row["outcome"] = NO_QUEUE
@@ -175,6 +186,8 @@ class Lookup:
                 row["outcome"] = ALREADY
             elif record is not None:
                 row.update(_with_data(record) if not is_live else {"outcome": IS_LIVE})
+                if mode.decode() != WORK and any(row.get(name) is not None for name in OWN_OPTIONS):
+                    row["outcome"] = NOT_IN_MODE
 
 
 def token_for(queue: str, job: str, fence: int) -> str:
@@ -200,6 +213,8 @@ def _with_data(packed: bytes) -> dict[str, Any]:
         "type": record.type,
         "priority": record.priority,
         "data": orjson.dumps(record.data).decode(),
+        # Without the expiry, as when a dead job is revived: a new job must not expire at once.
+        **(record.options.show() if record.options else {}),
     }
 
 
@@ -236,7 +251,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="SQL",
         required=True,
         help="predicate over queue, job, state (done, released, dead), fate, enqueued_at, ended_at, attempts, "
-        "cause, micros, fence, epoch: \"queue = 'emails' and ended_at >= '2026-11-16'\"",
+        "cause, micros, fence, options, epoch: \"queue = 'emails' and ended_at >= '2026-11-16'\"",
     )
     parser.add_argument("--to", metavar="QUEUE", help="enqueue all jobs in this queue (default: each in its own)")
     parser.add_argument("--dry-run", action="store_true", help="show what would be replayed; change nothing")
@@ -321,7 +336,14 @@ def _look_up(picked: DataFrame, lookup: Lookup) -> DataFrame:
 def _store(ready: DataFrame, lookup: Lookup) -> str | None:
     """None, or the reason why some jobs were not stored."""
     jobs = ready.select(
-        F.col("target").alias("queue"), F.col("job").alias("id"), "identifier", "type", "priority", "data", "token"
+        F.col("target").alias("queue"),
+        F.col("job").alias("id"),
+        "identifier",
+        "type",
+        "priority",
+        "data",
+        "token",
+        *OWN_OPTIONS,
     )
     options = {"redis": lookup.redis, "prefix": lookup.prefix, "ifExists": "skip"}
     try:

@@ -1,4 +1,5 @@
-"""Writes rows of a DataFrame as jobs: columns queue and data, optional id, identifier, run_at, priority, type, token.
+"""Writes rows of a DataFrame as jobs: columns queue and data, optional id, identifier, run_at, priority, type, token,
+and the options of a job (timeout, max_retries, backoff, expires_in, keep_done).
 
 1. Each row has a token: its own, else one made of run and job id, else one of run, partition and row number. So a task
    that Spark repeats, or a write repeated with the same `run`, stores nothing twice while the queue remembers tokens
@@ -26,6 +27,7 @@ from pyspark.sql.types import (
     ArrayType,
     BooleanType,
     DataType,
+    DayTimeIntervalType,
     DecimalType,
     MapType,
     NullType,
@@ -40,11 +42,14 @@ from forq.broker.keys import DEFAULT_PRIORITY
 from forq.broker.link import Link
 from forq.errors import BackPressure, ForqError, InvalidData, RedisUnavailable, UsageError
 from forq.job import new_id
+from forq.job_options import pack_job_options
 from forq.pipeline.format import SourceOptions, one_of
 from forq.values import parse_duration, shown
 
 _REQUIRED = ("queue", "data")
-_ALLOWED = (*_REQUIRED, "id", "identifier", "run_at", "priority", "type", "token")
+_DURATIONS = ("timeout", "expires_in", "keep_done")
+_OWN_OPTIONS = (*_DURATIONS, "max_retries", "backoff")
+_ALLOWED = (*_REQUIRED, "id", "identifier", "run_at", "priority", "type", "token", *_OWN_OPTIONS)
 _RUN = re.compile(r"[A-Za-z0-9_.-]{1,48}\Z")
 _MAX_TOKEN = 128
 _FIRST_PAUSE_SECONDS, _MAX_PAUSE_SECONDS = 0.05, 2.0
@@ -73,6 +78,7 @@ class JobWriter(DataSourceArrowWriter):
         # Created on the driver, once per write: all tasks and their repetitions share it.
         self._new_run = new_id()
         self._read_data = json_converter(schema["data"].dataType)
+        self._has_options = any(name in _OWN_OPTIONS for name in schema.fieldNames())
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> WriterCommitMessage:
         task = TaskContext.get()
@@ -109,6 +115,7 @@ class JobWriter(DataSourceArrowWriter):
             type=row.get("type"),
             token=_token(run, job_id, place) if token is None else token,
             run_at=row.get("run_at"),
+            options=_own_options(row) if self._has_options else "",
         )
 
 
@@ -143,8 +150,38 @@ def _check_columns(schema: StructType) -> None:
             raise UsageError(f"column {name} is {schema[name].dataType.simpleString()}, not a string")
     if "run_at" in names and not isinstance(schema["run_at"].dataType, TimestampType):
         raise UsageError(f"column run_at is {schema['run_at'].dataType.simpleString()}, not a timestamp")
-    if "priority" in names and schema["priority"].dataType.typeName() not in ("byte", "short", "integer", "long"):
-        raise UsageError(f"column priority is {schema['priority'].dataType.simpleString()}, not a whole number")
+    for name in ("priority", "max_retries"):
+        if name in names and schema[name].dataType.typeName() not in ("byte", "short", "integer", "long"):
+            raise UsageError(f"column {name} is {schema[name].dataType.simpleString()}, not a whole number")
+    for name in _DURATIONS:
+        if name in names and not _is_duration(schema[name].dataType):
+            raise UsageError(f"column {name} is {schema[name].dataType.simpleString()}, not a {_DURATION_TYPES}")
+    if "backoff" in names:
+        kind = schema["backoff"].dataType
+        if not _is_duration(kind.elementType if isinstance(kind, ArrayType) else kind):
+            raise UsageError(f"column backoff is {kind.simpleString()}, not a {_DURATION_TYPES}, or an array of them")
+
+
+_DURATION_TYPES = "number of seconds, a string such as '30s' or an interval"
+
+
+def _is_duration(column: DataType) -> bool:
+    return isinstance(column, StringType | NumericType | DayTimeIntervalType | NullType)
+
+
+def _own_options(row: dict[str, Any]) -> str:
+    backoff = row.get("backoff")
+    return pack_job_options(
+        timeout=_duration(row.get("timeout")),
+        max_retries=row.get("max_retries"),
+        backoff=[_duration(each) for each in backoff] if isinstance(backoff, list) else _duration(backoff),
+        expires_in=_duration(row.get("expires_in")),
+        keep_done=_duration(row.get("keep_done")),
+    )
+
+
+def _duration(value: Any) -> Any:
+    return float(value) if isinstance(value, Decimal) else value
 
 
 def _rows(batch: pa.RecordBatch) -> Iterator[dict[str, Any]]:

@@ -277,12 +277,13 @@ function verbs.enqueue()
     local run_at = due and math.floor(tonumber(due)) or 0
     local lo, hi = blocked.fold_bounds(0, FAR, dispatch.update_run_at, dispatch.run_at)
     local new_run_at = blocked.clamp(run_at, lo, hi)
+    local options_before = job and job.options
     if not job then
       -- A broken record has no priority; its hint goes where claims look first.
       job = records.new('5', stored_us, 0, '', '')
       dispatch.update_data = true
     end
-    local place, options_before = records.place_for(job), job.options
+    local place = records.place_for(job)
     if dispatch.update_data then
       job.body, job.priority, job.options = dispatch.body, dispatch.priority, dispatch.options
     end

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from forq.broker.keys import main_queue
 from forq.broker.link import Link
 from forq.errors import RedisUnavailable, UnknownQueue, UsageError
-from forq.pipeline.audit import balance, chain, transitions
+from forq.pipeline.audit import balance, chain, own_options, transitions
 from forq.pipeline.audit.findings import GAP, VIOLATION, Finding, Verdict, to_finding
 from forq.pipeline.audit.redis_state import RedisState, locations_table, read_redis_state
 from forq.pipeline.audit.transitions import steps_of
@@ -42,6 +42,7 @@ RULES = {
     "overlap": "no two runs of the same job id overlap",
     "fail_jobs": "every permanent failure of a queue with a fail handler has its fail job",
     "states": "no record is lost, and no job is in two states",
+    "options": "no job starts after its own expiry, or in the main lane after its own max_retries",
 }
 # Most of an audit is not startup: the optimizing compiler pays off, and so does memory for the cached frames.
 _LONG_RUN = {"spark.driver.extraJavaOptions": "-XX:+UseParallelGC", "spark.driver.memory": "2g"}
@@ -94,6 +95,7 @@ class Auditor:
             self._check_transitions()
             self._check_overlap()
             self._check_balance()
+            self._check_options()
         finally:
             for frame in self._cached:
                 frame.unpersist()
@@ -115,9 +117,9 @@ class Auditor:
 
     def _check_transitions(self) -> None:
         with self._timed("paths"):
-            steps = steps_of(self._rows, self._epochs, self._holes)
-            self._lives = self._cache(transitions.transitions_of(steps))
-            self._archive = self._cache(transitions.archive_of(steps))
+            self._steps = steps_of(self._rows, self._epochs, self._holes)
+            self._lives = self._cache(transitions.transitions_of(self._steps))
+            self._archive = self._cache(transitions.archive_of(self._steps))
             self._add_frame(transitions.path_findings(self._lives))
             self._add_frame(transitions.fence_findings(self._lives))
             self._verdicts["paths"].checked = self._lives.count()
@@ -147,6 +149,19 @@ class Auditor:
                 held = (locations, self._epochs, self._holes, self._redis_state)
                 self._add_frame(balance.location_findings(self._lives, self._archive, *held))
                 self._verdicts["states"].checked += len(self._redis_state.locations)
+
+    def _check_options(self) -> None:
+        with self._timed("options"):
+            # Most histories have none; the rest would read the whole history again.
+            checked = self._lives.where("step = 'options'").count()
+            self._verdicts["options"].checked = checked
+            if not checked:
+                return
+            steps = self._cache(own_options.steps_with_options(self._steps))
+            self._add_frame(own_options.option_findings(steps))
+            claims = own_options.claims_beyond_max_retries(steps)
+            if not claims.isEmpty():
+                self._add_frame(own_options.retry_findings(claims, self._steps))
 
     @contextmanager
     def _timed(self, rule: str) -> Iterator[None]:
@@ -356,11 +371,14 @@ def _event(row: Any) -> str:
         "fence": row.fence or None,
         "attempt": row.attempt,
         "micros": row.micros,
-        "cause": row.cause,
+        "cause": None if row.verb == "options" else row.cause,
+        "options": own_options.show_options(row.cause or "") if row.verb == "options" else None,
         "fail_job": row.fail_job,
         "due": row.due,
     }
-    parts = [f"{name} {value}" for name, value in details.items() if value is not None]
+    # The verb `options` names its value already.
+    shown = {name: value for name, value in details.items() if value is not None}
+    parts = [value if name == "options" else f"{name} {value}" for name, value in shown.items()]
     return " ".join(
         [row.time.isoformat(), f"{row.sequence}.{row.position}", row.verb, row.job or "", *parts, row.actor]
     )

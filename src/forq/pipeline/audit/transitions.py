@@ -30,7 +30,9 @@ def steps_of(events: DataFrame, epochs: Sequence[Epoch], holes: Sequence[Hole]) 
     step = F.when((verb == "cancelled") & (F.col("fence") != 0), "cancelled_run").otherwise(verb)
     of_jobs = events.where(F.col("job").isNotNull() & (F.col("job") != _UNKNOWN_JOB))
     steps = of_jobs.select(
-        *JOB, "sequence", "position", "time", step.alias("step"), "fence", "attempt", "fail_job", "verb"
+        *JOB,
+        *("sequence", "position", "time", step.alias("step"), "fence", "attempt", "fail_job", "verb"),
+        *("cause", "actor"),
     )
     steps = _with_segments(steps, holes)
     return steps.unionByName(_fail_job_starts(steps, epochs)).repartition("history", "queue", "job")
@@ -89,6 +91,8 @@ def _fail_job_starts(steps: DataFrame, epochs: Sequence[Epoch]) -> DataFrame:
         F.lit(None).cast("int").alias("attempt"),
         F.lit(None).cast("boolean").alias("fail_job"),
         F.lit("failing").alias("verb"),
+        F.lit(None).cast("string").alias("cause"),
+        "actor",
         F.lit(0).alias("segment"),
         F.lit(False).alias("orphans"),
     )
