@@ -148,11 +148,8 @@ class AttemptRunner:
                     self._event_loop.finish(self._event_loop.begin(run))
                     result = self._outcome(run)
             own = self.task_options
-            if (
-                self.max_result_bytes
-                or record[:1] in _OWN_OPTIONS
-                or (own is not None and own.keep_done_ms is not None)
-            ):
+            keeps_own = record[:1] in _OWN_OPTIONS or (own is not None and own.keep_done_ms is not None)
+            if keeps_own or self.max_result_bytes:
                 self._keep_result(result)
         except BaseException as exc:  # a handler may raise anything, even SystemExit; the worker continues
             return self._fail(exc, fence)
@@ -170,7 +167,8 @@ class AttemptRunner:
                 self._decoded = record, *self._read(job_id, record, fence)
             if not self._handlers.is_async(self._decoded[2].type):
                 return None
-            self._event_loop.start()
+            if not self._event_loop.started:
+                self._event_loop.start()
             data, job = self._open(job_id, record, fence)
             # Creates the coroutine, but runs no code of the user.
             return self._make_run(job_id, self._handlers.for_type(job.type)(data, job))
