@@ -12,6 +12,8 @@
 import asyncio
 import logging
 import os
+import select
+import selectors
 import sys
 import threading
 import time
@@ -39,6 +41,9 @@ CANCEL_MS = 1000
 BLOCKED_SECONDS = 0.5
 # A run that ended just before its deadline may take this long until the next one follows: its result is encoded.
 FOLLOW_SECONDS = 0.05
+# For longer waits a millisecond does not matter. select() takes no larger descriptors.
+FINE_BELOW_SECONDS = 0.05
+MAX_SELECT_FD = 1024
 # For tasks that jobs left behind, and for the thread itself.
 CLOSE_SECONDS = 1.0
 # Of a coroutine without timeout: threading accepts no infinity.
@@ -175,7 +180,7 @@ class EventLoop:
         with self._starting:
             if self._loop is None:
                 with ExitStack() as undo:
-                    loop = asyncio.new_event_loop()
+                    loop = _new_loop()
                     undo.callback(loop.close)
                     self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
                     undo.callback(os.close, self._wake_fd)
@@ -410,6 +415,27 @@ def _nothing() -> None:
 
 # The run to which the code on the loop belongs.
 _RUN: ContextVar[Run] = ContextVar("forq_run")
+
+
+class FineSelector(selectors.EpollSelector):
+    """Waits for timers to the microsecond. epoll rounds up to a millisecond, which would delay each of many short
+    timers by half of that."""
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if timeout is not None and 0 < timeout < FINE_BELOW_SECONDS and self.fileno() < MAX_SELECT_FD:
+            if not select.select([self.fileno()], [], [], timeout)[0]:
+                return []
+            timeout = 0
+        return super().select(timeout)
+
+
+def _new_loop() -> AbstractEventLoop:
+    """The user may have chosen another kind of loop, with a policy."""
+    loop = asyncio.new_event_loop()
+    if type(loop) is not asyncio.SelectorEventLoop:
+        return loop
+    loop.close()
+    return asyncio.SelectorEventLoop(FineSelector())
 
 
 async def _shut_down(loop: AbstractEventLoop) -> None:

@@ -3,6 +3,7 @@ it."""
 
 import asyncio
 import os
+import selectors
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from forq.output.writer import CURRENT_JOB
 from forq.procs.scoreboard import Scoreboard, Slot, State, pack_position
 from forq.workers import event_loop as event_loop_module
 from forq.workers.attempt import AttemptRunner, Failure
-from forq.workers.event_loop import Cancelled, EventLoop
+from forq.workers.event_loop import MAX_SELECT_FD, Cancelled, EventLoop, FineSelector
 from forq.workers.handlers import Handlers
 from tests.support.drive.wait import wait_until
 
@@ -463,3 +464,57 @@ def test_a_stubborn_task_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatc
     workers.run(0)
     workers.event_loop.close()
     release.set()
+
+
+def test_short_timers_are_exact_to_less_than_a_millisecond(make: Made) -> None:
+    """epoll would round each of them up to the next millisecond."""
+    late: list[float] = []
+
+    async def handle(data: Any, job: Job) -> None:
+        for _ in range(200):
+            began = time.monotonic()
+            await asyncio.sleep(0.0003)
+            late.append(time.monotonic() - began - 0.0003)
+
+    workers = make(handle)
+    assert workers.run(0) is None
+    assert min(late) < 0.0006
+
+
+@pytest.mark.parametrize("largest_fd", [MAX_SELECT_FD, 0])
+def test_a_selector_returns_ready_descriptors_before_a_short_timeout(
+    monkeypatch: pytest.MonkeyPatch, largest_fd: int
+) -> None:
+    monkeypatch.setattr("forq.workers.event_loop.MAX_SELECT_FD", largest_fd)
+    reader, writer = os.pipe()
+    with FineSelector() as selector:
+        key = selector.register(reader, selectors.EVENT_READ)
+        began = time.monotonic()
+        assert selector.select(0.002) == []
+        assert time.monotonic() - began >= 0.002
+        os.write(writer, b"x")
+        assert selector.select(0.04) == [(key, selectors.EVENT_READ)]
+    os.close(reader)
+    os.close(writer)
+
+
+def test_a_loop_of_the_users_policy_is_used(make: Made) -> None:
+    class Loop(asyncio.SelectorEventLoop):
+        pass
+
+    class Policy(asyncio.DefaultEventLoopPolicy):
+        def new_event_loop(self) -> asyncio.AbstractEventLoop:
+            return Loop()
+
+    seen: list[type] = []
+
+    async def handle(data: Any, job: Job) -> None:
+        seen.append(type(asyncio.get_running_loop()))
+
+    before = asyncio.get_event_loop_policy()
+    asyncio.set_event_loop_policy(Policy())
+    try:
+        assert make(handle).run(0) is None
+    finally:
+        asyncio.set_event_loop_policy(before)
+    assert seen == [Loop]
