@@ -101,8 +101,8 @@ imports: tools ## check the import contracts
 	$(BIN)/lint-imports
 
 HELD_BACK := tests/support/drive/held_back.sh
-# Tests mostly wait for processes: one more pytest worker than cores keeps the machine busy.
-WORKERS ?= $(shell n=$$(nproc); echo $$((n < 8 ? n + 1 : 8)))
+# Tests mostly wait for processes: two more pytest workers than cores keep the machine busy.
+WORKERS ?= $(shell n=$$(nproc); echo $$((n < 7 ? n + 2 : 8)))
 # These fork in the test's own process. pytest-xdist has threads, whose locks could be held at the fork.
 FORKING := tests/supervisor tests/workers tests/services tests/procs tests/output tests/ctl
 

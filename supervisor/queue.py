@@ -463,7 +463,11 @@ class ServedQueue:
         elif code in (ExitCode.CONFIG, ExitCode.INCOMPATIBLE):
             log.error("cannot serve queue queue=%s reason=%s", name, process.exit_reason)
             reason = process.exit_reason or end.text
-            self.stop(reason=CannotImport(reason, process.traceback))
+            if code == ExitCode.CONFIG and self._successors is not None and not self._successors.ending:
+                # They were started later, so they may import code that has been mended.
+                self._end_entries(now=False)
+            else:
+                self.stop(reason=CannotImport(reason, process.traceback))
             self.config_error, self.traceback = reason, process.traceback
         elif code == ExitCode.QUEUE_GONE:
             self._deps.queue_gone(name)

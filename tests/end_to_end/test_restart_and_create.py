@@ -373,6 +373,30 @@ def test_a_restart_of_a_queue_waiting_for_its_respawn_reports_the_error(forq: Fo
     serves(forq, "flapping", forq.wait_for_child("flapping")["pid"])
 
 
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_process_that_fails_to_import_older_code_does_not_end_a_restart(
+    forq: Forq, module: Module, mended: bool
+) -> None:
+    queue = f"older-{mended}".lower()
+    gate = hangs(module, then=BROKEN)
+    forq.ctl("create", queue, *module.arguments(), "--no-wait")
+    wait_until(lambda: importing(module), what="the processes import the broken code")
+    newer = module.directory / "newer"
+    wait = f"import os, time\nwhile not os.path.exists({str(newer)!r}): time.sleep(0.01)\n"
+    module.write(wait + (GOOD if mended else "import no_such_module\n"))
+    restart = forq.begin_ctl("restart", queue)
+    wait_until(lambda: "importing" in forq.child_states(queue).values(), what="the successors import the newer code")
+    gate.touch()
+    wait_until(lambda: forq.queue_status(queue)["state"] == "config_error", what="the older code cannot be imported")
+    newer.touch()
+    _, errors = restart.communicate(timeout=60)
+    assert (restart.returncode, "no_such_module" in errors) == ((0, False) if mended else (1, True)), errors
+    if mended:
+        serves(forq, queue, forq.wait_for_child(queue)["pid"])
+    else:
+        assert "no_such_module" in forq.queue_status(queue)["reason"]
+
+
 def test_a_queue_of_the_config_file_delays_no_other_and_keeps_its_traceback(module: Module, tmp_path: Path) -> None:
     slow = Module(tmp_path, f"{module.name}_slow")
     gate = hangs(slow)
