@@ -34,9 +34,21 @@ def files(page: str) -> dict[str, str]:
 
 
 def matches(expected: str, printed: str) -> bool:
-    """Numbers, ids and times may differ, and so may the width of columns. A line `...` stands for any lines, and
-    `...` within a line for any text."""
-    return re.fullmatch("".join(_pattern(line) for line in expected.splitlines()), printed) is not None
+    """Numbers, ids and times may differ, and so may the width of columns, and the order of processes. A line `...`
+    stands for any lines, and `...` within a line for any text."""
+    pattern = "".join(_pattern(line) for line in _with_sorted_processes(expected))
+    return re.fullmatch(pattern, "".join(f"{line}\n" for line in _with_sorted_processes(printed))) is not None
+
+
+def _with_sorted_processes(text: str) -> list[str]:
+    """Sorts the lines of `ps` by title: a service that starts at its first use may start before or after a queue."""
+    lines = text.splitlines()
+    at = [number for number, line in enumerate(lines) if re.match(r" *\d+ forq: ", line)]
+    for number, line in zip(
+        at, sorted((lines[number] for number in at), key=lambda line: line.split()[1:]), strict=True
+    ):
+        lines[number] = line
+    return lines
 
 
 def _pattern(line: str) -> str:

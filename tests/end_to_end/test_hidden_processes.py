@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.drive.processes import alive
+from tests.support.drive.processes import alive, kill_all_at_once
 from tests.support.drive.supervisor import BIN, HANDLERS, Forq
 from tests.support.drive.wait import wait_until
 
@@ -131,11 +131,7 @@ def test_the_error_for_a_tree_lock_of_an_invisible_process_says_how_to_find_it(f
     forq.ctl("push", "secretive", "1")
     wait_until(lambda: forq.traces("start"), what="the daemon runs")
     programs = set(forq.programs())
-    others = [process for process in forq.processes() if process.pid not in programs]
-    for process in others:
-        process.suspend()
-    for process in others:
-        process.kill()
+    kill_all_at_once([process for process in forq.processes() if process.pid not in programs])
     assert forq.process is not None
     forq.process.wait(30)
     forq.start(ready=False)

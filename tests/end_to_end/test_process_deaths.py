@@ -10,7 +10,7 @@ from itertools import pairwise
 
 import pytest
 
-from tests.support.drive.processes import alive, tree_of
+from tests.support.drive.processes import alive, kill_all_at_once, tree_of
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
@@ -170,13 +170,9 @@ def programs_of(forq: Forq) -> list[int]:
     return [int(trace.event.removeprefix("program=")) for trace in forq.traces() if trace.event.startswith("program=")]
 
 
-def kill_all_at_once(forq: Forq, spare: set[int]) -> None:
-    """Kills all at once, so that none can react to the death of another."""
+def kill_all_except(forq: Forq, spare: set[int]) -> None:
     processes = [process for process in forq.processes() if process.pid not in spare]
-    for process in processes:
-        process.suspend()
-    for process in processes:
-        process.kill()
+    kill_all_at_once(processes)
     assert forq.process is not None
     forq.process.wait(TREE_SECONDS)
     wait_until(lambda: not alive({process.pid for process in processes}), TREE_SECONDS, "all are dead")
@@ -191,7 +187,7 @@ def test_a_second_attempt_does_not_run_beside_leftovers_of_the_first(function: s
         forq.ctl("push", "leaving", "1")
         (program,) = wait_until(lambda: programs_of(forq), what="the program runs")
         redis = {p.pid for p in forq.processes() if "redis" in " ".join(p.cmdline()) or "valkey" in p.name()}
-        kill_all_at_once(forq, spare={program, *redis})
+        kill_all_except(forq, spare={program, *redis})
         assert alive({program}) == {program}
         forq.start()
         wait_until(lambda: len(programs_of(forq)) == 2, what="the second attempt")
@@ -210,7 +206,7 @@ def test_pulse_kills_the_programs_of_a_child_that_died_with_the_supervisor() -> 
         forq.ctl("push", "leaving", "1")
         (program,) = wait_until(lambda: programs_of(forq), what="the program runs")
         pulse = next(s["pid"] for s in forq.status()["supervisor"]["services"] if s["name"] == "pulse")
-        kill_all_at_once(forq, spare={program, pulse})
+        kill_all_except(forq, spare={program, pulse})
         wait_until(lambda: not alive({program, pulse}), TREE_SECONDS, "the program is dead, and pulse has ended")
 
 

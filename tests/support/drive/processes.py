@@ -1,7 +1,7 @@
 """Processes of a test: which are alive, which belong to a supervisor, and checks run in a fork."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
@@ -9,6 +9,7 @@ import psutil
 
 from forq.procs.treekill import become_subreaper
 from forq.supervisor.child import spawn
+from tests.support.drive.wait import wait_until
 
 
 def in_a_process_of_its_own(check: Callable[[], None]) -> None:
@@ -35,6 +36,24 @@ def alive(pids: set[int]) -> set[int]:
         except psutil.NoSuchProcess:
             continue
     return found
+
+
+def kill_all_at_once(processes: Collection[psutil.Process]) -> None:
+    """Kills all at once, so that none can react to the death of another."""
+    for process in processes:
+        process.suspend()
+    # On a busy machine, the other threads of a process run until the thread that got the signal is scheduled.
+    wait_until(lambda: all(_has_stopped(process.pid) for process in processes), what="all threads have stopped")
+    for process in processes:
+        process.kill()
+
+
+def _has_stopped(pid: int) -> bool:
+    try:
+        threads = [Path(f"/proc/{pid}/task/{thread}/stat").read_text() for thread in os.listdir(f"/proc/{pid}/task")]
+    except FileNotFoundError:
+        return False  # one of its threads has ended
+    return all(stat.rpartition(")")[2].split()[0] in "TZ" for stat in threads)
 
 
 def tree_of(state_dir: Path) -> set[int]:
