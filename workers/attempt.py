@@ -28,7 +28,7 @@ from forq.procs.scoreboard import LENIENCE, POSITION, STARTED, STEP, TIMEOUT, Sl
 from forq.workers.coroutine_stacks import coroutine_stack
 from forq.workers.event_loop import CANCEL_MS, Cancelled, EventLoop, Run
 from forq.workers.exec_handlers import MAX_NAME, ProgramFailed
-from forq.workers.handlers import Handlers, class_name, exit_if_forked_from, safe_text
+from forq.workers.handlers import Handler, Handlers, class_name, exit_if_forked_from, is_app, safe_text
 from forq.workers.tracing import Tracing
 
 log = logging.getLogger("forq")
@@ -116,9 +116,8 @@ class AttemptRunner:
         self._handlers = handlers.for_worker()
         # The options of the task that ran last. None: it was a plain handler.
         self.task_options: AttemptOptions | None = None
-        self._runs_tasks = bool(handlers.apps)
-        # Of the tasks that have run here, by their types.
-        self._known_options: dict[str | None, AttemptOptions] = {}
+        # Handlers that have run here, and the options of those that are tasks.
+        self._known: dict[str | None, tuple[Handler, AttemptOptions | None]] = {}
         tasks = [task for app in handlers.apps for task in app.tasks.values()]
         # If not, a job is not decoded before its position is published.
         self.has_task_timeouts = any(task.options.timeout_ms is not None for task in tasks)
@@ -141,13 +140,14 @@ class AttemptRunner:
         try:
             data, job = self._open(job_id, record, fence)
             with _NO_SPAN if self._tracing is None else self._tracing.attempt(job):
-                result = self._handlers.for_type(job.type)(data, job)
+                handler, own = self._known.get(job.type) or self._look_up(job.type)
+                self.task_options = own
+                result = handler(data, job)
                 # Not isinstance, which a user's class may override.
                 if type(result) is CoroutineType:
                     run = self._make_run(job_id, result)
                     self._event_loop.finish(self._event_loop.begin(run))
                     result = self._outcome(run)
-            own = self.task_options
             keeps_own = record[:1] in _OWN_OPTIONS or (own is not None and own.keep_done_ms is not None)
             if keeps_own or self.max_result_bytes:
                 self._keep_result(result)
@@ -170,8 +170,9 @@ class AttemptRunner:
             if not self._event_loop.started:
                 self._event_loop.start()
             data, job = self._open(job_id, record, fence)
+            handler, self.task_options = self._known.get(job.type) or self._look_up(job.type)
             # Creates the coroutine, but runs no code of the user.
-            return self._make_run(job_id, self._handlers.for_type(job.type)(data, job))
+            return self._make_run(job_id, handler(data, job))
         except (InvalidData, TypeError, OSError, RuntimeError):
             return None
 
@@ -200,8 +201,6 @@ class AttemptRunner:
         else:
             data, job = self._read(job_id, record, fence)
         self._decoded = None
-        if self._runs_tasks:
-            self.task_options = self._known_options.get(job.type) or self._options_of(job.type)
         if self._slot is not None:
             job._reporter, job._position, job._attempts = self._reporter, self._slot.words[POSITION], self
         return data, job
@@ -214,11 +213,12 @@ class AttemptRunner:
         self.raised = exc
         return describe_failure(exc, self._server_ms(fence))
 
-    def _options_of(self, job_type: str | None) -> AttemptOptions | None:
-        options = self._handlers.options_of(job_type)
-        if options is not None:
-            self._known_options[job_type] = options
-        return options
+    def _look_up(self, job_type: str | None) -> tuple[Handler, AttemptOptions | None]:
+        found = self._handlers.for_type(job_type), self._handlers.options_of(job_type)
+        # An app gets the types that none of its tasks has: any text, so they are not remembered.
+        if not is_app(found[0]):
+            self._known[job_type] = found
+        return found
 
     def _keep_result(self, result: Any) -> None:
         """Keeps the result as the job says, else its task, else the queue."""

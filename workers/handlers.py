@@ -36,30 +36,19 @@ class Handlers:
         self._by_type = by_type
         default = by_type.get(None)
         # The apps whose lifespans the process enters.
-        self.apps: list[Any] = [each for each in by_type.values() if _is_app(each)]
+        self.apps: list[Any] = [each for each in by_type.values() if is_app(each)]
         # A forq.App finds the task of a type itself.
-        self._other_types = default if _is_app(default) else None
-        # Handlers and tasks that have run here.
-        self._found: dict[str | None, Handler] = {}
+        self._other_types = default if is_app(default) else None
         self._is_async: dict[str | None, bool] = {}
 
     def for_type(self, job_type: str | None) -> Handler:
-        handler = self._found.get(job_type)
-        return self._find(job_type) if handler is None else handler
-
-    def _find(self, job_type: str | None) -> Handler:
+        """The handler or the task of this type; an app itself if none of its tasks has it: the app reports that."""
         handler: Any = self._by_type.get(job_type, self._other_types)
         if handler is None:
             known = ", ".join(sorted(name for name in self._by_type if name)) or "none"
             wanted = f"jobs of type {job_type!r}" if job_type else "jobs without a type"
             raise Permanent(f"the queue has no handler for {wanted}; it has types: {known}")
-        if _is_app(handler):
-            app, handler = handler, handler._handler_of(job_type)
-            if handler is app:
-                # It reports the unknown task. A job's type may be any text, so this is not remembered.
-                return cast(Handler, app)
-        self._found[job_type] = handler
-        return cast(Handler, handler)
+        return cast(Handler, handler._handler_of(job_type) if is_app(handler) else handler)
 
     @cached_property
     def some_async(self) -> bool:
@@ -72,7 +61,7 @@ class Handlers:
         known = self._is_async.get(job_type)
         if known is None:
             handler: Any = self._by_type.get(job_type, self._other_types)
-            known = handler._is_async(job_type) if _is_app(handler) else _is_async(handler)
+            known = handler._is_async(job_type) if is_app(handler) else _is_async(handler)
             # A job's type may be any text.
             if len(self._is_async) < MAX_TYPES:
                 self._is_async[job_type] = known
@@ -81,7 +70,7 @@ class Handlers:
     def options_of(self, job_type: str | None) -> AttemptOptions | None:
         """The options of the task that runs jobs of this type; None for a plain handler."""
         handler: Any = self._by_type.get(job_type, self._other_types)
-        return handler._task_options(job_type) if _is_app(handler) else None
+        return handler._task_options(job_type) if is_app(handler) else None
 
     def for_worker(self) -> "Handlers":
         """A copy for one worker: a program runs one job at a time, so each worker has its own instances."""
@@ -116,7 +105,7 @@ def _is_async(handler: Any) -> bool:
     return type(called) is FunctionType and bool(called.__code__.co_flags & inspect.CO_COROUTINE)
 
 
-def _is_app(handler: object) -> bool:
+def is_app(handler: object) -> bool:
     return getattr(type(handler), "runs_all_types", False) is True
 
 
@@ -125,7 +114,7 @@ def _with_app(by_type: Mapping[str | None, Handler], path: str, directories: Seq
     app = load_app(path, directories)
 
     def wrapped(handler: Handler) -> Handler:
-        return handler if _is_app(handler) or isinstance(handler, ExecHandler) else app.around_handler(handler, path)
+        return handler if is_app(handler) or isinstance(handler, ExecHandler) else app.around_handler(handler, path)
 
     try:
         handlers = Handlers({name: wrapped(each) for name, each in by_type.items()})

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypedDict, 
 import msgspec
 import pytest
 
-from forq.app.signature import Signature
+from forq.app.signature import NOT_DIRECTLY, Signature
 from forq.errors import ArgumentsDoNotFit, DoesNotFit, ForqError, InvalidData, InvalidTask
 
 if TYPE_CHECKING:
@@ -174,7 +174,7 @@ def test_variadic_arguments_may_be_a_tuple_of_given_types() -> None:
 
 
 def test_unannotated_parameters_take_json_types() -> None:
-    assert through(plain, [1, {"a": None}], second=1.5) == ([], {"first": [1, {"a": None}], "second": 1.5})
+    assert through(plain, [1, {"a": None}], second=1.5) == ([[1, {"a": None}], 1.5], {})
     with pytest.raises(DoesNotFit, match=r"argument first\['at'\] is of type datetime; allowed are str, int"):
         signature(plain).pack(({"at": datetime(2026, 1, 1)},), {})
 
@@ -209,6 +209,66 @@ def test_limits_in_annotations_hold_for_both_sides() -> None:
         signature(limited).pack((11,), {})
     with pytest.raises(ArgumentsDoNotFit, match="argument count: expected int <= 10"):
         signature(limited).unpack({"count": 11})
+
+
+def by_name_only(function: Any) -> Any:
+    @functools.wraps(function)
+    def call(**arguments: Any) -> Any:
+        return function(**arguments)
+
+    return call
+
+
+def two(first: int, second: str | None) -> Any:
+    return (first, second)
+
+
+def with_every_kind(a: int, /, b: str, *rest: int, key: float, **more: int) -> Any:
+    return (a, b, rest, key, more)
+
+
+def unchecked(first, second):  # type: ignore[no-untyped-def]
+    return (first, second)
+
+
+@pytest.mark.parametrize(
+    ("function", "data", "result"),
+    [
+        (two, {"first": 1, "second": "x"}, (1, "x")),
+        (two, {"second": None, "first": 1}, (1, None)),
+        (by_name_only(two), {"first": 1, "second": "x"}, (1, "x")),
+        (with_every_kind, {"a": 1, "b": "x", "key": 0.5}, (1, "x", (), 0.5, {})),
+        (unchecked, {"first": [1], "second": {"a": None}}, ([1], {"a": None})),
+    ],
+)
+def test_arguments_that_need_no_conversion_are_passed_directly(function: Any, data: Any, result: object) -> None:
+    signature = Signature(function, "task")
+    assert signature.call_directly(data) is NOT_DIRECTLY, "the annotations are not resolved"
+    args, kwargs = signature.unpack(data)
+    assert signature.call_directly(data) == function(*args, **kwargs) == result
+
+
+@pytest.mark.parametrize(
+    ("function", "data"),
+    [
+        (two, {"first": 1}),
+        (two, {"first": 1, "third": "x"}),
+        (two, {"first": 1, "second": "x", "third": 1}),
+        (two, {"first": True, "second": "x"}),
+        (two, {"first": 1, "second": 2}),
+        (two, [1, "x"]),
+        (two, None),
+        (two, "first"),
+        (with_every_kind, {"a": 1, "b": "x", "key": 1}),
+        (with_every_kind, {"a": 1, "b": "x", "key": 0.5, "rest": [1]}),
+        (with_every_kind, {"a": 1, "b": "x", "key": 0.5, "more": 1}),
+        (send, {"to": "x"}),
+    ],
+)
+def test_other_arguments_are_not_passed_directly(function: Any, data: Any) -> None:
+    signature = Signature(function, "task")
+    signature.check()
+    assert signature.call_directly(data) is NOT_DIRECTLY
 
 
 def test_required_parameters_are_those_without_default() -> None:
@@ -294,7 +354,7 @@ def test_results_without_annotation_are_json_types() -> None:
 
 
 def test_coroutine_functions_are_tasks() -> None:
-    assert through(later, 5) == ([], {"user": 5})
+    assert through(later, 5) == ([5], {})
     assert asyncio.iscoroutinefunction(later)
 
 

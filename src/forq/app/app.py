@@ -283,11 +283,11 @@ class App:
     def enqueue_many(self, jobs: Iterable[Prepared[R]]) -> list[JobRef[R]]:
         """Stores prepared jobs in bulk, in one call per queue; returns their refs in the same order."""
         prepared = list(jobs)
-        groups: dict[tuple[str, IfExists, Durable | None], list[int]] = {}
-        for number, (_, queue, _, if_exists, durable, _) in enumerate(prepared):
-            groups.setdefault((queue, if_exists, durable), []).append(number)
+        calls: dict[tuple[str, IfExists, Durable | None], list[int]] = {}
+        for number, (sender, _) in enumerate(prepared):
+            calls.setdefault(sender._call(), []).append(number)
         refs: list[JobRef[R] | None] = [None] * len(prepared)
-        for (queue, if_exists, durable), numbers in groups.items():
+        for (queue, if_exists, durable), numbers in calls.items():
             new_jobs = [prepared[number].job for number in numbers]
             try:
                 stored = self._client_queue(queue)._enqueue_identified(new_jobs, if_exists, durable)
@@ -295,7 +295,7 @@ class App:
                 self.create_absent_queue(queue)
                 stored = self._client_queue(queue)._enqueue_identified(new_jobs, if_exists, durable)
             for number, (id, identity) in zip(numbers, stored, strict=True):
-                refs[number] = prepared[number].ref(id, identity)
+                refs[number] = prepared[number].sender._ref(id, identity)
         return [ref for ref in refs if ref is not None]
 
     def lifespan(self, hook: L) -> L:

@@ -155,7 +155,7 @@ def declare_schedule(
     table: dict[str, Any] = {"type": prepared.task.name, "data": orjson.loads(prepared.job.body)[2]}
     if "priority" in prepared.options:
         table["priority"] = prepared.options["priority"]
-    return _declare_schedule(prepared.queue, key, table, given, where, place)
+    return _declare_schedule(prepared.sender.queue, key, table, given, where, place)
 
 
 def _declare_schedule(

@@ -1,6 +1,7 @@
 """The signature of a task: stores the arguments of a call by parameter name, and turns them back into a call."""
 
 import inspect
+import os
 import sys
 from collections.abc import Callable, Mapping
 from inspect import Parameter
@@ -24,6 +25,10 @@ class _Absent:
 
 
 _ABSENT = _Absent()
+# What `call_directly` returns if it has called nothing.
+NOT_DIRECTLY = object()
+# In forq's directory, like all frames that tracebacks of jobs leave out.
+_GENERATED_FILE = os.path.join(os.path.dirname(__file__), "<generated>")
 
 
 class Signature:
@@ -43,14 +48,15 @@ class Signature:
             each.name for each in parameters if each.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
         ]
         self._positional_only = [each.name for each in parameters if each.kind is Parameter.POSITIONAL_ONLY]
-        # Set when the annotations are resolved.
-        self._takes_names = False
         self._positional = [each.name for each in parameters if each.kind <= Parameter.POSITIONAL_OR_KEYWORD]
         self._rest = next((each.name for each in parameters if each.kind is Parameter.VAR_POSITIONAL), None)
         self._more = next((each.name for each in parameters if each.kind is Parameter.VAR_KEYWORD), None)
         self._required = {name for name in self._names if self._signature.parameters[name].default is Parameter.empty}
         self._bind = self._binder()
         self._resolved = False
+        # Calls the function with the data of a job, if they are its arguments as they are. Returns NOT_DIRECTLY if one
+        # is missing or needs conversion, and before the annotations are resolved.
+        self.call_directly: Callable[[Any], Any] = _not_directly
         self.keeps_result = self._signature.return_annotation not in _NO_RESULT
 
     @property
@@ -103,8 +109,10 @@ class Signature:
         """The positional and keyword arguments of the call; raises ArgumentsDoNotFit."""
         if not self._resolved:
             self._resolve()
-        if self.is_call(data):
-            return [], data
+        direct = self._unpack_directly(data)
+        if direct is not NOT_DIRECTLY:
+            args, kwargs = direct
+            return args, kwargs
         if type(data) is not dict:
             raise self._do_not_fit(f"the data is {type(data).__name__}, expected an object of arguments by name")
         arguments: dict[str, Any] = {}
@@ -181,10 +189,9 @@ class Signature:
             raise InvalidTask(f"task {self._task_name}: {exc}") from exc
         self._converters = converters
         self._packs = [converters[name].pack for name in self._names]
-        self._native = {name: converters[name].native for name in self._names}
-        self._takes_names = not self._positional_only
         self._more_converter = more
         self._result = result
+        self.call_directly, self._unpack_directly = self._direct_functions()
         self._resolved = True
 
     def _binder(self) -> Callable[..., tuple[Any, ...]]:
@@ -206,6 +213,49 @@ class Signature:
         bind.__qualname__ = self._function.__qualname__
         return bind
 
+    def _direct_functions(self) -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+        """For data that are the arguments as they are: one calls the function with them, one returns args and kwargs.
+
+        Generated, because one of them runs for every job: `function(v0, v1)` takes half as long as `function(**data)`
+        after a loop over the arguments.
+        """
+        scope: dict[str, Any] = {"function": self._function, "not_directly": NOT_DIRECTLY}
+        code = self._function.__code__
+        # A decorator's function may have the signature of another, and take no positional arguments.
+        undecorated = code.co_varnames[: code.co_argcount] == tuple(self._positional)
+        by_position = self._positional if undecorated else self._positional_only
+        values, checks = [], []
+        args, kwargs = [], []
+        for number, name in enumerate(self._names):
+            converter, value = self._converters[name], f"v{number}"
+            values.append(f"{value} = data[{name!r}]")
+            if converter.annotation is not Any:
+                scope[f"native{number}"], is_other = converter.native, "not in"
+                if len(converter.native) == 1:
+                    (scope[f"native{number}"],), is_other = converter.native, "is not"
+                checks.append(f"type({value}) {is_other} native{number}")
+            if name in by_position:
+                args.append(value)
+            else:
+                kwargs.append(f"{name}={value}")
+        for head, end in (
+            ("call_directly", f"function({', '.join(args + kwargs)})"),
+            ("unpack_directly", f"[{', '.join(args)}], dict({', '.join(kwargs)})"),
+        ):
+            lines = [
+                f"def {head}(data):",
+                f"    if type(data) is not dict or len(data) != {len(self._names)}:",
+                "        return not_directly",
+                "    try:",
+                f"        {'; '.join(values) or 'pass'}",
+                "    except KeyError:",
+                "        return not_directly",
+                *(f"    if {check}:\n        return not_directly" for check in checks),
+                f"    return {end}",
+            ]
+            exec(compile("\n".join(lines), _GENERATED_FILE, "exec"), scope)
+        return scope["call_directly"], scope["unpack_directly"]
+
     def _add_more(self, packed: dict[str, Any], more: dict[str, Any]) -> None:
         for name in more:
             if name in self._converters:
@@ -216,24 +266,16 @@ class Signature:
         assert self._more_converter is not None
         packed.update(self._more_converter.pack(more))
 
-    def is_call(self, data: Any) -> bool:
-        """Whether the data are the keyword arguments as they are, which is the common case: `unpack` would not change
-        them. False before the first call of `unpack`."""
-        if type(data) is not dict or not self._takes_names:
-            return False
-        native = self._native
-        for name, value in data.items():
-            if name not in native or type(value) not in native[name]:
-                return False
-        # All names are known, so with as many values as names none is missing.
-        return len(data) == len(native) or self._required <= data.keys()
-
     def _take(self, name: str, arguments: dict[str, Any]) -> Any:
         """Removes an argument for a positional place; a parameter added since has its default."""
         return arguments.pop(name) if name in arguments else self._signature.parameters[name].default
 
     def _do_not_fit(self, reason: str) -> ArgumentsDoNotFit:
         return ArgumentsDoNotFit(f"the arguments do not fit task {self._task_name}, {self.text}: {reason}")
+
+
+def _not_directly(data: Any) -> Any:
+    return NOT_DIRECTLY
 
 
 def _check_kind(function: Callable[..., Any], task_name: str) -> None:

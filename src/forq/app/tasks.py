@@ -10,18 +10,17 @@ from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
 from forq.api_types import Durable, Duration, IfExists, OwnOptions, RefState
-from forq.broker.enqueue import JobIdentity, NewJob, new_job
+from forq.app.signature import NOT_DIRECTLY, Signature
+from forq.broker.enqueue import JobIdentity, NewJob, new_job, plain_job
+from forq.broker.record import pack_names
 from forq.errors import ArgumentsDoNotFit, ForqError, Permanent, Snooze, UnknownJob, UnknownQueue, UsageError
-from forq.job import RUNNING, Job, TaskResult
+from forq.job import RUNNING, Job, TaskResult, current_trace
 from forq.job_options import AttemptOptions, check_attempt_options, pack_job_options
 from forq.settings import suggestion
 from forq.values import shown
 
 if TYPE_CHECKING:
     from forq.app.app import App
-    from forq.app.signature import Signature
-    from forq.async_client import AsyncQueue
-    from forq.client import Queue
 
 # A job that this version of the app cannot run waits for the other half of a rolling deploy.
 DEPLOY_SECONDS = 600.0
@@ -140,87 +139,99 @@ class JobRef(Generic[T]):
 class Prepared(NamedTuple, Generic[T]):
     """A job that was checked but not sent yet, for `App.enqueue_many`."""
 
-    task: "Task[..., T]"
-    queue: str
+    sender: "Sender[..., T]"
     job: NewJob
-    if_exists: IfExists
-    durable: Durable | None
-    options: JobOptions
 
-    def ref(self, id: str, identity: JobIdentity | None) -> JobRef[T]:
-        if self.if_exists == "skip":
-            # It may be the ref of a job that an earlier call stored.
-            identity = None
-        keeps: bool | None = None
-        if "keep_done" in self.options:
-            keeps = bool(check_attempt_options(keep_done=self.options["keep_done"]).keep_done_ms)
-        return JobRef(self.task, self.queue, id, identity, keeps=keeps)
+    @property
+    def task(self) -> "Task[..., T]":
+        return self.sender._task
+
+    @property
+    def options(self) -> JobOptions:
+        return self.sender._options
 
 
 class Sender(Generic[P, T]):
     """Enqueues a task with some options."""
 
-    def __init__(self, task: "Task[P, T] | None", options: JobOptions) -> None:
+    def __init__(self, task: "Task[P, T] | None", queue: str, options: JobOptions) -> None:
         self._task = cast("Task[P, T]", self if task is None else task)
         self._options = options
-        self._queue = options.get("queue")
+        self.queue = queue
         self._fields: dict[str, Any] = {name: value for name, value in options.items() if name in _JOB_FIELDS}
         own = {name: value for name, value in options.items() if name in OwnOptions.__annotations__}
         if own:
             self._fields["options"] = pack_job_options(**cast(OwnOptions, own))
         self._if_exists: IfExists = options.get("if_exists", "update")
         self._durable = options.get("durable")
-
-    if not TYPE_CHECKING:
-        # Type checkers would accept every attribute otherwise.
-        def __getattr__(self, name: str) -> Any:
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}{_hint(self, name)}")
+        # Whether the results of its jobs are kept, whatever the queue's keep_done is. None: as the task says.
+        self._keeps: bool | None = None
+        if "keep_done" in options:
+            self._keeps = bool(check_attempt_options(keep_done=options["keep_done"]).keep_done_ms)
 
     def enqueue(self, *args: P.args, **kwargs: P.kwargs) -> JobRef[T]:
         """Stores a job that will call the function with these arguments; when it returns, the job is in Redis.
 
         Arguments that do not fit the function's signature or annotations raise a TypeError here.
         """
-        prepared, app = self.prepare(*args, **kwargs), self._task.app
+        job, queue, app = self._new_job(args, kwargs), self.queue, self._task.app
         try:
-            return _store(app._client_queue(prepared.queue), prepared)
+            ((id, identity),) = app._client_queue(queue)._enqueue_identified([job], self._if_exists, self._durable)
         except UnknownQueue:
-            app.create_absent_queue(prepared.queue)
-            return _store(app._client_queue(prepared.queue), prepared)
+            app.create_absent_queue(queue)
+            ((id, identity),) = app._client_queue(queue)._enqueue_identified([job], self._if_exists, self._durable)
+        return self._ref(id, identity)
 
     async def aenqueue(self, *args: P.args, **kwargs: P.kwargs) -> JobRef[T]:
         """The same for asyncio. A cancelled call has stored the job or not."""
-        prepared, app = self.prepare(*args, **kwargs), self._task.app
+        job, queue, app = self._new_job(args, kwargs), self.queue, self._task.app
+        about = ([job], self._if_exists, self._durable)
         try:
-            return await _astore(app.async_client.queue(prepared.queue), prepared)
+            ((id, identity),) = await app.async_client.queue(queue)._enqueue_identified(*about)
         except UnknownQueue:
-            await app.acreate_absent_queue(prepared.queue)
-            return await _astore(app.async_client.queue(prepared.queue), prepared)
+            await app.acreate_absent_queue(queue)
+            ((id, identity),) = await app.async_client.queue(queue)._enqueue_identified(*about)
+        return self._ref(id, identity)
 
     def prepare(self, *args: P.args, **kwargs: P.kwargs) -> Prepared[T]:
         """Checks the arguments and packs the job, for `App.enqueue_many`."""
+        return Prepared(self, self._new_job(args, kwargs))
+
+    def _new_job(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NewJob:
         task = self._task
-        job = new_job(task.signature.pack(args, kwargs), type=task.name, **self._fields)
-        queue = task.queue if self._queue is None else self._queue
-        return Prepared(task, queue, job, self._if_exists, self._durable, self._options)
+        data = task.signature.pack(args, kwargs)
+        if not self._fields:
+            return plain_job(data, task._names, current_trace())
+        return new_job(data, type=task.name, **self._fields)
+
+    def _ref(self, id: str, identity: JobIdentity | None) -> JobRef[T]:
+        # With "skip" it may be a job that an earlier call stored.
+        identity = None if self._if_exists == "skip" else identity
+        return JobRef(self._task, self.queue, id, identity, keeps=self._keeps)
+
+    def _call(self) -> tuple[str, IfExists, Durable | None]:
+        """Jobs for which these are equal are stored in one call."""
+        return self.queue, self._if_exists, self._durable
 
 
-def _hint(sender: Sender[..., Any], name: str) -> str:
-    """How to write in forq what other queues call by this name; '' for other names."""
-    if name not in _OF_OTHER_QUEUES:
-        return ""
-    task = "task" if isinstance(sender._task, RemoteTask) else sender._task.__name__
-    return f"; in forq: {_OF_OTHER_QUEUES[name].format(task=task)}"
+class _OfOtherQueues:
+    """A method that tasks of other queues have: says how to write it in forq.
+
+    A `__getattr__` of Sender would do the same, but it makes every attribute of every task slow.
+    """
+
+    def __init__(self, name: str, instead: str) -> None:
+        self._name, self._instead = name, instead
+
+    def __get__(self, sender: "Sender[..., Any] | None", owner: type) -> Any:
+        task = "task" if sender is None or isinstance(sender._task, RemoteTask) else sender._task.__name__
+        hint = self._instead.format(task=task)
+        raise AttributeError(f"{owner.__name__!r} object has no attribute {self._name!r}; in forq: {hint}")
 
 
-def _store(queue: "Queue", prepared: Prepared[T]) -> JobRef[T]:
-    ((id, identity),) = queue._enqueue_identified([prepared.job], prepared.if_exists, prepared.durable)
-    return prepared.ref(id, identity)
-
-
-async def _astore(queue: "AsyncQueue", prepared: Prepared[T]) -> JobRef[T]:
-    ((id, identity),) = await queue._enqueue_identified([prepared.job], prepared.if_exists, prepared.durable)
-    return prepared.ref(id, identity)
+for _name, _instead in _OF_OTHER_QUEUES.items():
+    # Not in the class body, where type checkers would accept them.
+    setattr(Sender, _name, _OfOtherQueues(_name, _instead))
 
 
 class Task(Sender[P, T]):
@@ -239,11 +250,12 @@ class Task(Sender[P, T]):
         signature: "Signature | _ByName",
         options: AttemptOptions = NO_OPTIONS,
     ) -> None:
-        super().__init__(None, {})
+        super().__init__(None, queue, {})
         self.app = app
         self.function = function
         self.name = name
-        self.queue = queue
+        # As its jobs have it.
+        self._names = pack_names(None, name)
         self.dead_on = dead_on
         # Earlier names.
         self.aliases: tuple[str, ...] = ()
@@ -262,7 +274,7 @@ class Task(Sender[P, T]):
         if unknown:
             known = JobOptions.__annotations__
             raise UsageError(f"using() has no option {shown(unknown[0])}{suggestion(unknown[0], known)}")
-        return Sender(self, options)
+        return Sender(self, options.get("queue", self.queue), options)
 
     def ref(self, id: str, queue: str | None = None) -> JobRef[T]:
         """The job of this task with this id; `queue`: if it is not the task's own."""
@@ -270,20 +282,29 @@ class Task(Sender[P, T]):
 
     def run_job(self, data: Any, job: Job) -> Any:
         """In a worker: calls the function with the stored arguments. Returns a TaskResult, or None."""
-        args: Sequence[Any] = ()
-        if not self.signature.is_call(data):
-            args, data = self._unpack(data, job)
+        if self.app._has_hooks:
+            return self._run_converted(data, job)
         before = RUNNING.set(job)
         try:
-            if self.app._has_hooks:
-                with self.app.hooks_around(job):
-                    result = self.function(*args, **data)
-            else:
-                result = self.function(*args, **data)
+            result = self.signature.call_directly(data)
             # Most tasks return nothing, which needs no packing.
             if result is None and not self.signature.keeps_result:
                 return None
-            return TaskResult(result, self.signature.pack_result)
+            if result is not NOT_DIRECTLY:
+                return TaskResult(result, self.signature.pack_result)
+        except self.dead_on as exc:
+            _make_permanent(exc)
+            raise
+        finally:
+            RUNNING.reset(before)
+        return self._run_converted(data, job)
+
+    def _run_converted(self, data: Any, job: Job) -> Any:
+        args, kwargs = self._unpack(data, job)
+        before = RUNNING.set(job)
+        try:
+            with self.app.hooks_around(job):
+                return TaskResult(self.function(*args, **kwargs), self.signature.pack_result)
         except self.dead_on as exc:
             _make_permanent(exc)
             raise

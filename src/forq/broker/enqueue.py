@@ -11,10 +11,10 @@ from typing import Any, NamedTuple, Unpack
 from forq.api_types import OwnOptions
 from forq.broker.keys import DEFAULT_PRIORITY, durable_mark, queue_base
 from forq.broker.link import Link
-from forq.broker.record import pack_body
+from forq.broker.record import NO_NAMES, join_body, pack_body
 from forq.broker.scripts import OK, error_for, script
 from forq.errors import ForqError, InvalidData, NoReplica, OutcomeUnknown, UsageError
-from forq.job import current_trace, new_id
+from forq.job import TraceContext, current_trace, new_id
 from forq.job_options import pack_job_options
 from forq.values import check_job_id, check_queue_name, check_type, shown
 from forq.version import PROTOCOL
@@ -102,11 +102,16 @@ def new_job(
     return NewJob(job_id, priority, body, checked_token, at, pack_job_options(**own) if own else options)
 
 
+def plain_job(data: Any, names: bytes, trace: TraceContext | None) -> NewJob:
+    """A job with a new id and no options. `names`: its identifier and type, packed by `pack_names`."""
+    return NewJob(new_id(), DEFAULT_PRIORITY, join_body(names, data, trace), "", "", "")
+
+
 def plain_jobs(every_data: Iterable[Any], options: str = "") -> Iterator[NewJob]:
     """Jobs with data only. All get the trace context of this call."""
     trace = current_trace()
     for data in every_data:
-        yield NewJob(new_id(), DEFAULT_PRIORITY, pack_body(data, None, None, trace), "", "", options)
+        yield NewJob(new_id(), DEFAULT_PRIORITY, join_body(NO_NAMES, data, trace), "", "", options)
 
 
 def jobs_with_options(jobs: Iterable[NewJob], options: str) -> Iterator[NewJob]:

@@ -25,6 +25,8 @@ from forq.errors import InvalidData
 from forq.job_options import StoredOptions, unpack_options
 
 MAX_IDENTIFIER = 1024
+# The start of BODY without identifier and type.
+NO_NAMES = b"[null,null,"
 
 # Refuse types that JSON lacks instead of converting them.
 _PLAIN_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
@@ -54,14 +56,23 @@ class Record:
 
 def pack_body(data: Any, identifier: str | None, job_type: str | None, trace: dict[str, str] | None = None) -> bytes:
     """Packs BODY; raises InvalidData for anything that is not JSON."""
+    names = NO_NAMES if identifier is None and job_type is None else pack_names(identifier, job_type)
+    return join_body(names, data, trace)
+
+
+def join_body(names: bytes, data: Any, trace: dict[str, str] | None) -> bytes:
+    """The same with names packed by `pack_names`."""
+    end = b"]" if trace is None else b"," + orjson.dumps(trace) + b"]"
+    return names + pack_data(data) + end
+
+
+def pack_names(identifier: str | None, job_type: str | None) -> bytes:
     if identifier is not None and len(identifier) > MAX_IDENTIFIER:
         raise InvalidData(f"identifier is longer than {MAX_IDENTIFIER} characters")
     try:
-        names = b"[null,null," if identifier is None and job_type is None else _pack_names(identifier, job_type)
+        return b"[" + orjson.dumps(identifier) + b"," + orjson.dumps(job_type) + b","
     except (TypeError, ValueError) as exc:
         raise InvalidData(f"job data is not JSON: {exc}") from exc
-    end = b"]" if trace is None else b"," + orjson.dumps(trace) + b"]"
-    return names + pack_data(data) + end
 
 
 def pack_data(data: Any, subject: str = "job data") -> bytes:
@@ -83,10 +94,6 @@ def pack_data(data: Any, subject: str = "job data") -> bytes:
         path = next(path for path, value in _values(data, root) if isinstance(value, float) and value - value != 0)
         raise InvalidData(f"{subject} is not JSON: {path} is NaN or Infinity, which are not allowed")
     return packed
-
-
-def _pack_names(identifier: str | None, job_type: str | None) -> bytes:
-    return b"[" + orjson.dumps(identifier) + b"," + orjson.dumps(job_type) + b","
 
 
 def unpack(packed: bytes) -> Record:
