@@ -3,8 +3,8 @@
     python benchmarks/tasks.py [--rounds 9] [--no-peers]
 
 Each job has two typed arguments and does nothing. All run on one server, interleaved: three rounds with all, then more
-rounds with forq alone, since its two rows differ by less than the noise of three. The table shows medians. Exits with 1 if a task is more than 15 % slower than a handler at enqueue or drain, or takes more than
-twice as long at bulk enqueue.
+rounds with forq alone, since its two rows differ by less than the noise of three. The table shows medians. Exits with 1
+if a task is more than 15 % slower than a handler at enqueue or drain, or takes more than twice as long at bulk enqueue.
 """
 
 import argparse
