@@ -66,6 +66,7 @@ ABOUT_GATE = "A queue that releases its items to awaiters (docs/guide/releases.m
 TYPES = {
     "int": "number",
     "flag": "boolean",
+    "processes": "number or text",
     "program": "path or name",
     "redis": "URL",
     "prefix": "text",
@@ -75,7 +76,7 @@ TYPES = {
     "history": "path or URL",
     "listen": "address",
 }
-WITH_RANGE = ("flag", "rate", "word", "prefix", "tracing", "listen")
+WITH_RANGE = ("flag", "processes", "rate", "word", "prefix", "tracing", "listen")
 MAY_BE_EMPTY = ("path", "program", "redis", "group", "history")
 
 
@@ -159,7 +160,7 @@ def _toml(row: Setting, value: object) -> str:
         return '""' if row.kind in MAY_BE_EMPTY and not row.sample else ""
     if isinstance(value, bool | str | tuple):
         return json.dumps(value)
-    if row.kind == "int" or value == 0:
+    if row.kind in ("int", "processes") or value == 0:
         return f"{value:g}" if value == 0 else str(value)
     return f'"{_SHOW[row.kind](value)}"'
 

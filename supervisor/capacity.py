@@ -269,6 +269,10 @@ class WorkerProcess(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def main_of(self) -> str | None:
+        """The queue of which it is a main process."""
+
     def send(self, message: dict[str, Any]) -> None: ...
 
 
@@ -299,10 +303,10 @@ class Grants:
         else:
             self._send_all(self.capacity.done(message["done"], now))
 
-    def waiting_seconds(self, name: str) -> float | None:
-        """How long a process of this name has been waiting for units; None if it is not."""
+    def waiting_seconds(self, queue: str) -> float | None:
+        """How long a main process of this queue has been waiting for units; None if none is."""
         waits = self.capacity.describe(self._loop.now())["waiting"]
-        mine = [waiter["waited_seconds"] for waiter in waits if self._processes[waiter["holder"]].name == name]
+        mine = [waiter["waited_seconds"] for waiter in waits if self._processes[waiter["holder"]].main_of == queue]
         return max(mine, default=None)
 
     def unused_units(self) -> int:

@@ -465,7 +465,7 @@ class Child:
         self._runs_user_code = runs_user_code
         # Requests to the warden under way. Until they are done the child is not reaped, so that its pid is not reused.
         self._delegations = 0
-        self._cgroup = children.cgroup(name.replace(" ", "-")) if runs_user_code else None
+        self._cgroup = children.cgroup(name.replace(" ", "-").replace("/", "-")) if runs_user_code else None
         limits = resources or _NO_LIMITS
         self.kernel_limits = not limits or (self._cgroup is not None and limit(self._cgroup, limits))
         self.killed_by_kernel: Exceeded | None = None

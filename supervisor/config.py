@@ -16,6 +16,7 @@ from forq import paths
 from forq.app_spec import AppSpec, QueueOverride, read_app_flag, read_apps, read_override
 from forq.errors import ConfigError, ForqError, InvalidOption, UsageError
 from forq.job import OFF, can_trace
+from forq.procs.cgroups import process_count
 from forq.procs.unix_socket import listen
 from forq.queue_spec import QueueSpec
 from forq.schedules import read_schedules
@@ -360,13 +361,15 @@ def check_size(options: Mapping[str, Value], capacity: int, where: str) -> None:
 
 def capacity_warning(options: Mapping[str, Value], capacity: int) -> str | None:
     """The warning if the capacity is too small for all workers of a queue to run jobs at the same time; else None."""
-    workers, size = int(options.get("concurrency", 1)), int(options.get("size", 1))
+    processes, concurrency = process_count(options), int(options.get("concurrency", 1))
+    workers, size = processes * concurrency, int(options.get("size", 1))
     if workers * size <= capacity:
         return None
     most, fitting = capacity // size, capacity // workers
+    given = f"processes = {processes} and concurrency = {concurrency}" if processes > 1 else f"concurrency = {workers}"
     jobs = "1 of its jobs runs" if most == 1 else f"{most} of its jobs run"
     return (
-        f"concurrency = {workers} with size = {size} needs {workers * size} units, but capacity is {capacity}: at most "
+        f"{given} with size = {size} needs {workers * size} units, but capacity is {capacity}: at most "
         f"{jobs} at the same time; for all {workers}, set capacity = {workers * size} in the config file"
         + (f" or size = {fitting}" if fitting else "")
     )

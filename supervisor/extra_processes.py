@@ -12,104 +12,125 @@ from forq.procs.scoreboard import Role
 from forq.procs.stacks import stack_of_import
 from forq.supervisor.child import Exit
 from forq.supervisor.pacing import Respawn
-from forq.supervisor.process import ProcessDeps, ProcessOwner, QueueProcess
+from forq.supervisor.process import Member, ProcessDeps, ProcessOwner, QueueProcess
 
 log = logging.getLogger("forq")
 
 
 class Successors:
-    """New processes of a queue that import its handlers while the old ones keep working.
+    """New processes of a queue that import its handlers, and join it, while the old ones keep working.
 
-    1. Starts a held process for each role with `make`, which may raise OSError or ForqError.
-    2. If one fails, dies or takes longer than `seconds`, kills all of them: nothing has changed for the queue.
-    3. Otherwise each joins the queue when its predecessor has ended (`take`).
+    1. Starts a held process for each member with `make`, which may raise OSError or ForqError.
+    2. `done` is called once: with None when all have imported, or with the reason if one fails, dies or takes longer
+       than `seconds`. Then all are gone, and nothing has changed for the queue.
+    3. Where old processes serve the queue, `join` lets the new ones join beside them, with the same rules.
+    4. `take` passes one to the queue, and lets it join if it has not joined yet.
 
-    `done` is called once: with None when all have imported, or with the reason when all are gone. `gone` is called
-    before that, when no process is left after `end`.
+    `gone` is called before `done`, when no process is left after `end`.
     """
 
     def __init__(
         self,
         queue: str,
         deps: ProcessDeps,
-        roles: Sequence[Role],
+        members: Sequence[Member],
         *,
         seconds: float,
-        make: Callable[[Role, ProcessOwner], QueueProcess],
+        make: Callable[[Member, ProcessOwner], QueueProcess],
         done: Callable[[ForqError | None], None],
         gone: Callable[[], None],
     ) -> None:
         self.imported = False
         self.survivors: set[int] = set()
+        self.processes: list[QueueProcess] = []
         self._queue = queue
         self._deps = deps
-        self._roles = roles
+        self._members = members
         self._seconds = seconds
         self._make = make
         self._done: Callable[[ForqError | None], None] | None = done
         self._gone = gone
-        self._processes: dict[Role, QueueProcess] = {}
         self._error: ForqError | None = None
         self._timer: Timer | None = None
         # Many queues may restart at once.
         deps.admission.submit(self._start)
 
     @property
-    def processes(self) -> list[QueueProcess]:
-        return list(self._processes.values())
-
-    @property
     def ending(self) -> bool:
-        """Whether its processes are being killed."""
+        """Whether its processes are being ended."""
         return self._error is not None
 
     def hand_over(self, gone: Callable[[], None]) -> None:
         """Another ServedQueue takes these processes; the old one gets no more callbacks."""
         self._done, self._gone = None, gone
 
-    def take(self, role: Role, owner: ProcessOwner) -> QueueProcess | None:
-        """Lets the process of this role join the queue; None if it died while it waited."""
-        process = self._processes.pop(role, None)
+    def join(self, done: Callable[[ForqError | None], None]) -> None:
+        """Lets all processes join the queue. `done` is called as after the import."""
+        self._done = done
+        self._timer = self._deps.children.loop.call_later(self._seconds, self._join_timed_out)
+        for process in self.processes:
+            process.begin()
+        self._finish_join()
+
+    def take(self, member: Member, owner: ProcessOwner) -> QueueProcess | None:
+        """Passes the process of this member to its owner; None if it died while it waited."""
+        process = next((each for each in self.processes if each.member == member), None)
         if process is not None:
-            process.begin(owner)
+            self.processes.remove(process)
+            process.owner = owner
+            if process.held:
+                process.begin()
         return process
 
     def end(self, error: ForqError) -> None:
-        """Kills all processes. `done` gets this error, unless it was called before."""
+        """Ends all processes. `done` gets this error, unless it was called before."""
         if self._error is not None:
             return
         self._error = error
         if self._timer is not None:
             self._timer.cancel()
         for process in self.processes:
-            process.child.kill()
+            if process.ready:
+                # It may run a job already.
+                process.retire()
+            else:
+                process.child.kill()
         self._settle()
 
     def process_imported(self, process: QueueProcess) -> None:
         if self._error is None and all(each.imported for each in self.processes):
-            assert self._timer is not None
-            self._timer.cancel()
             self.imported = True
-            self._deps.changed()
-            self._call_done(None)
+            self._succeed()
+
+    def process_ready(self, process: QueueProcess) -> None:
+        self._finish_join()
 
     def process_ended(self, process: QueueProcess, end: Exit) -> None:
-        self._processes.pop(process.role, None)
+        self.processes.remove(process)
         self.survivors |= process.child.survivors
         code = process.announced_code(end)
         process.recover(end)
         self._deps.changed()
         if self._error is not None:
             self._settle()
-        elif self.imported:
+        elif process.ready or (self.imported and self._done is None):
+            # It has joined, and a job may have killed it; or it waits for the queue to be opened. The queue starts
+            # another one.
             log.warning(
                 "process died before it took over queue=%s child=%s end=%s", self._queue, process.name, end.text
             )
+            if process.ready:
+                self._finish_join()
         else:
+            if code == ExitCode.QUEUE_GONE:
+                self._deps.queue_gone(self._queue)
+            elif code == ExitCode.FENCED:
+                self._deps.heartbeat(self._queue)
             self.end(_reason(process, end, code))
 
     def replace_process(self, process: QueueProcess, reason: str) -> None:
-        """Nothing to do: it has not joined the queue."""
+        """Lets it exit after its jobs. The queue starts another one when it takes over."""
+        process.retire()
 
     def may_replace_process(self, process: QueueProcess) -> bool:
         return False
@@ -119,8 +140,8 @@ class Successors:
             return
         self._timer = self._deps.children.loop.call_later(self._seconds, self._import_timed_out)
         try:
-            for role in self._roles:
-                self._processes[role] = self._make(role, self)
+            for member in self._members:
+                self.processes.append(self._make(member, self))
         except (OSError, ForqError) as exc:
             self.end(ForqError(f"cannot start a process for it: {exc}"))
         self._deps.changed()
@@ -139,9 +160,24 @@ class Successors:
 
         process.stacks.take(dumped)
 
+    def _join_timed_out(self) -> None:
+        self.end(ForqError(f"its new processes have not joined the queue in Redis after {self._seconds:g} s"))
+
+    def _finish_join(self) -> None:
+        joining = self.imported and self._error is None and not any(each.held for each in self.processes)
+        if joining and all(each.ready for each in self.processes):
+            self._succeed()
+
+    def _succeed(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._deps.changed()
+        self._call_done(None)
+
     def _settle(self) -> None:
-        if not self._processes:
+        if not self.processes:
             self._gone()
+        if all(each.retiring for each in self.processes):
             self._call_done(self._error)
 
     def _call_done(self, error: ForqError | None) -> None:
@@ -152,10 +188,12 @@ class Successors:
             done(error)
 
 
-def _reason(process: QueueProcess, end: Exit, code: int | None) -> CannotImport:
+def _reason(process: QueueProcess, end: Exit, code: int | None) -> ForqError:
     # FAILED: a lifespan of its app failed.
     if code in (ExitCode.CONFIG, ExitCode.FAILED) and process.exit_reason:
         return CannotImport(process.exit_reason, process.traceback)
+    if process.imported:
+        return ForqError(f"process {process.pid} ended with {end.text} before it joined the queue")
     return CannotImport(f"process {process.pid} ended with {end.text} while importing its handler")
 
 
@@ -178,7 +216,7 @@ class HelperProcesses:
         queue: str,
         deps: ProcessDeps,
         *,
-        make: Callable[[Role, ProcessOwner], QueueProcess],
+        make: Callable[[Member, ProcessOwner], QueueProcess],
         wanted: Callable[[], bool],
         gone: Callable[[], None],
     ) -> None:
@@ -223,6 +261,9 @@ class HelperProcesses:
     def process_imported(self, process: QueueProcess) -> None:
         """Never called: helpers are not held."""
 
+    def process_ready(self, process: QueueProcess) -> None:
+        """It claims its job by itself."""
+
     def process_ended(self, process: QueueProcess, end: Exit) -> None:
         self.processes.remove(process)
         self.survivors |= process.child.survivors
@@ -257,7 +298,7 @@ class HelperProcesses:
         if not self._wanted():
             return
         try:
-            self.processes.append(self._make(role, self))
+            self.processes.append(self._make(Member(role), self))
         except (OSError, ForqError) as exc:
             # Out of processes, descriptors or slots. The retry process continues, and the next heartbeat tries again.
             log.error("failed to start child queue=%s child=%s error=%s", self._queue, role.name.lower(), exc)

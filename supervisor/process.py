@@ -12,11 +12,11 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from forq.errors import ForqError, InvalidData
 from forq.procs import jsonrpc
-from forq.procs.cgroups import Exceeded, Resources
+from forq.procs.cgroups import Exceeded, Resources, process_count
 from forq.procs.scoreboard import AttemptStats, Role, Scoreboard, Slot, State
 from forq.procs.stacks import MAX_STACK, stack_of_event_loop, stack_of_thread
 from forq.queue_spec import QueueSpec
@@ -48,6 +48,13 @@ OVERDUE = "timeout"
 UNRESPONSIVE = "unresponsive"
 
 _ROLES = {int(role): role.name.lower() for role in Role}
+
+
+class Member(NamedTuple):
+    """Which process of a queue it is: its role, and its number among the main processes."""
+
+    role: Role
+    number: int = 1
 
 
 @dataclass(frozen=True)
@@ -86,6 +93,9 @@ class ProcessOwner(Protocol):
     def process_imported(self, process: "QueueProcess") -> None:
         """A held process has imported its handlers and waits for `begin`."""
 
+    def process_ready(self, process: "QueueProcess") -> None:
+        """All its workers have joined the queue."""
+
 
 @dataclass
 class Condemned:
@@ -113,14 +123,18 @@ class QueueProcess:
         self,
         spec: QueueSpec,
         options: Mapping[str, Value],
-        role: Role,
+        member: Member,
         deps: ProcessDeps,
         owner: ProcessOwner,
         *,
         held: bool = False,
     ) -> None:
         self.spec = spec
-        self.role = role
+        self.member = member
+        self.role = member.role
+        self.owner = owner
+        # Of the main processes of the queue.
+        self._count = process_count(options)
         self.processor = deps.processor()
         self.held = held
         self.imported = False
@@ -134,7 +148,6 @@ class QueueProcess:
         self.resources = Resources.of(options)
         self.slots: tuple[int, ...] = ()
         self._deps = deps
-        self._owner = owner
         self._left: set[int] = set()
         self._counting: list[int] = []
         self._condemned: dict[int, Condemned] = {}
@@ -146,7 +159,7 @@ class QueueProcess:
         taken: list[int] = []
         try:
             # Only queues of mode work have this option.
-            while len(taken) < (int(options.get("concurrency", 1)) if role == Role.MAIN else 1):
+            while len(taken) < (int(options.get("concurrency", 1)) if self.role == Role.MAIN else 1):
                 taken.append(board.take())
             self.slots = tuple(taken)
             self._take_stats()
@@ -177,7 +190,18 @@ class QueueProcess:
 
     @property
     def name(self) -> str:
-        return f"{self.spec.name} {_ROLES[self.role]}"
+        name = f"{self.spec.name} {_ROLES[self.role]}"
+        return f"{name} {self.member.number}/{self._count}" if self.role == Role.MAIN and self._count > 1 else name
+
+    @property
+    def main_of(self) -> str | None:
+        return self.spec.name if self.role == Role.MAIN else None
+
+    def set_count(self, count: int) -> None:
+        """The queue has this many main processes now; the title shows it."""
+        if count != self._count:
+            self._count = count
+            self.send({"name": self.name})
 
     @property
     def pid(self) -> int:
@@ -217,9 +241,8 @@ class QueueProcess:
         states = [State(slot.state) for slot in self._slots()]
         return "busy" if State.BUSY in states or State.SETTLING in states else states[0].name.lower()
 
-    def begin(self, owner: ProcessOwner) -> None:
-        """Lets a held process join the queue, under this owner."""
-        self._owner = owner
+    def begin(self) -> None:
+        """Lets a held process join the queue."""
         self.held = False
         self.send({"begin": 0})
 
@@ -277,7 +300,7 @@ class QueueProcess:
         if len(self.slots) > 1:
             self._deps.children.loop.call_later(BEAT_SECONDS, lambda: self._end_if_stuck(since_ns))
             if not self.retiring:
-                self._owner.replace_process(self, cause)
+                self.owner.replace_process(self, cause)
             if cause != OVERDUE:
                 # Sets Job.should_stop: the job may end on its own while the others finish.
                 self._send_cancel(slot, self._condemned[slot.number])
@@ -365,7 +388,7 @@ class QueueProcess:
             self.stacks.coroutines_received()
         elif "replace" in message:
             if not self.retiring:
-                self._owner.replace_process(self, str(message["replace"])[:MAX_REASON])
+                self.owner.replace_process(self, str(message["replace"])[:MAX_REASON])
         elif "stack_fd" in message:
             self.stacks.fd = _checked(message, "stack_fd", 0, 2**31 - 1)
         elif "exiting" in message:
@@ -378,10 +401,12 @@ class QueueProcess:
             self._deps.admission.finished(self)
             if self.held and not self.imported:
                 self.imported = True
-                self._owner.process_imported(self)
+                self.owner.process_imported(self)
         elif "ready" in message:
-            self.ready = True
             self._deps.admission.finished(self)
+            if not self.ready:
+                self.ready = True
+                self.owner.process_ready(self)
         else:
             raise InvalidData("unknown message")
 
@@ -462,8 +487,8 @@ class QueueProcess:
 
     def _replace_unresponsive(self) -> None:
         """A job may block the interpreter until its timeout; the rescued jobs of the other workers run elsewhere."""
-        if self.role == Role.MAIN and not self.retiring and self._owner.may_replace_process(self):
-            self._owner.replace_process(self, UNRESPONSIVE)
+        if self.role == Role.MAIN and not self.retiring and self.owner.may_replace_process(self):
+            self.owner.replace_process(self, UNRESPONSIVE)
 
     def _on_end(self, end: Exit) -> None:
         self._deadlines.stop()
@@ -472,7 +497,7 @@ class QueueProcess:
         self._deps.grants.remove(self)
         self._deps.warden.remove(self)
         self._give_stats_back()
-        self._owner.process_ended(self, end)
+        self.owner.process_ended(self, end)
 
     def recover(self, end: Exit) -> None:
         """Hands the jobs of the dead process's workers to pulse. A slot is reused only after its recovery."""

@@ -1,15 +1,21 @@
 """One queue as the supervisor serves it: its permanent processes (main and retry), its helpers and its successors.
 
+A restart (rollout) replaces the processes step by step: first main process 1 and the retry process, then each other
+main process. In each step the new processes import their code and join the queue while the old ones keep working; then
+the old ones stop after their jobs.
+
 When a process dies: its tree is cleaned up (child.py) → pulse recovers its jobs → its slots are given back → a new
 process starts, at once or after a delay (pacing.py).
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from forq.errors import CannotImport, ExitCode, ForqError
+from forq.errors import CannotImport, ExitCode, ForqError, QueueExists
+from forq.procs.cgroups import process_count
 from forq.procs.loop import Timer
 from forq.procs.scoreboard import Role, Slot
 from forq.queue_spec import QueueSpec
@@ -17,7 +23,7 @@ from forq.settings import EXTERNAL, ON_REQUEST, Value
 from forq.supervisor.child import Exit
 from forq.supervisor.extra_processes import HelperProcesses, Successors
 from forq.supervisor.pacing import SETTLED_SECONDS, Respawn
-from forq.supervisor.process import ProcessDeps, ProcessOwner, QueueProcess
+from forq.supervisor.process import Member, ProcessDeps, ProcessOwner, QueueProcess
 
 log = logging.getLogger("forq")
 
@@ -28,8 +34,9 @@ MAX_RETIRING = 32
 class _ProcessEntry:
     """A permanent process of the queue: the current OS process, if any, and the restarts so far."""
 
-    def __init__(self, role: Role) -> None:
-        self.role = role
+    def __init__(self, member: Member) -> None:
+        self.member = member
+        self.role = member.role
         self.process: QueueProcess | None = None
         self.restarts = 0
         self.respawn = Respawn()
@@ -40,12 +47,33 @@ class _ProcessEntry:
 Done = Callable[[ForqError | None], None]
 
 
+@dataclass(frozen=True)
+class Change:
+    """A new definition for the queue. `accept` stores it in Redis, and calls back with the reason if Redis refuses."""
+
+    spec: QueueSpec
+    options: Mapping[str, Value]
+    accept: Callable[[Done], None]
+
+
+@dataclass
+class _Rollout:
+    """A restart under way. `steps`: entries that are still to be replaced; `change`: until Redis has accepted it."""
+
+    seconds: float
+    done: Done
+    change: Change | None
+    steps: list[list[_ProcessEntry]]
+    step: list[_ProcessEntry] = field(default_factory=list)
+    replaced: int = 0
+
+
 class ServedQueue:
     """The processes of one queue.
 
     1. Starts and stops them.
     2. Respawns those that die, and gives up only if the handler cannot be imported.
-    3. Restarts them with new code: successors import it first, then replace the old processes.
+    3. Restarts them with new code, in a rollout.
     4. Starts helpers when suspects or fail jobs wait.
 
     `found`: another supervisor created the queue; its options are not known here.
@@ -66,9 +94,10 @@ class ServedQueue:
         self._stale = False
         self._survivors: set[int] = set()
         self._deps = deps
+        self._entries = [_ProcessEntry(Member(Role.MAIN, number)) for number in range(1, process_count(options) + 1)]
         # Clients take the items of these modes: a retry process would have no work.
-        serves = spec.mode not in (ON_REQUEST, EXTERNAL)
-        self._entries = [_ProcessEntry(role) for role in ((Role.MAIN, Role.RETRY) if serves else (Role.MAIN,))]
+        if spec.mode not in (ON_REQUEST, EXTERNAL):
+            self._entries.append(_ProcessEntry(Member(Role.RETRY)))
         # Retiring processes that already have a successor and still run jobs.
         self._retiring: list[QueueProcess] = []
         self._helpers = HelperProcesses(
@@ -77,9 +106,7 @@ class ServedQueue:
         self._wanted = False
         self._when_stopped: list[Callable[[], None]] = []
         self._successors: Successors | None = None
-        # The successors have imported their code and wait for the old processes to end.
-        self._takeover_pending = False
-        self._restart_done: Done | None = None
+        self._rollout: _Rollout | None = None
         # Restarts requested during a restart: seconds for the import, callback.
         self._next_restarts: list[tuple[float, Done]] = []
         self._opened = False
@@ -108,13 +135,14 @@ class ServedQueue:
         return self._restart_error
 
     def trouble(self) -> str | None:
-        """The reason why its main process claims no jobs now, as a sentence; None if it does."""
+        """The reason why its main processes claim no jobs now, as a sentence; None if one does."""
         entry = self._entries[0]
         flapping = [each for each in self._entries if self._flapping(each)]
+        mains = [each for each in self._entries if each.role == Role.MAIN]
         if self._wanted and not self._main_is_ready() and (error := self.restart_error) is not None and self._stale:
             return f"its queue has no process: {error['message']}"
         # The retry process alone may flap, too.
-        if self._wanted and (entry in flapping or (flapping and not self._main_is_ready())):
+        if self._wanted and flapping and (all(each in flapping for each in mains) or not self._main_is_ready()):
             restarts = max(each.restarts for each in flapping)
             deaths = f"its processes keep dying before they settle a job ({restarts} restarts, {self._last_end})"
             return f"its queue is flapping: {deaths}; `forqctl logs {self.spec.name}` shows what they wrote"
@@ -146,12 +174,12 @@ class ServedQueue:
     @property
     def wanted(self) -> bool:
         """Whether its processes run or will be started."""
-        return self._wanted or self._takeover_pending
+        return self._wanted
 
     @property
     def has_successors(self) -> bool:
-        """Whether new processes are importing their code, or wait to take over."""
-        return self._successors is not None
+        """Whether new processes are importing their code, wait to be taken over, or join."""
+        return self._successors is not None or self._rollout is not None
 
     @property
     def successors_ending(self) -> bool:
@@ -191,7 +219,7 @@ class ServedQueue:
         for entry in self._entries:
             if entry.process is not None:
                 continue
-            entry.process = None if successors is None else successors.take(entry.role, self)
+            entry.process = None if successors is None else successors.take(entry.member, self)
             if entry.process is None:
                 self._spawn(entry)
             else:
@@ -206,7 +234,6 @@ class ServedQueue:
         error = reason or ForqError(f"the processes of queue {self.spec.name!r} were stopped in the meantime")
         if then is not None:
             self._when_stopped.append(then)
-        self._takeover_pending = False
         waiting, self._next_restarts = self._next_restarts, []
         self._end_restart(error)
         for _, answer in waiting:
@@ -227,19 +254,138 @@ class ServedQueue:
                 process.child.stop(float(self.options["stop_grace"]))
         self._finish_if_stopped()
 
-    def restart(self, seconds: float, then: Done) -> None:
-        """Replaces the processes by new ones with the current code of the handler. The old ones keep working until the
-        new ones have imported it; if that fails or takes longer than `seconds`, nothing changes. Requests during a
-        restart are served by another one afterwards, since the code may have changed again."""
-        if self._successors is not None or self._takeover_pending:
-            self._next_restarts.append((seconds, then))
+    def restart(self, seconds: float, then: Done, change: Change | None = None) -> None:
+        """Replaces the processes by new ones with the current code of the handler, or with a changed definition. Each
+        step ends within `seconds` or fails, and the old processes stay. Requests during a restart are served by another
+        one afterwards, since the code may have changed again."""
+        if self.has_successors or len(self._retiring) >= MAX_RETIRING:
+            if change is None:
+                self._next_restarts.append((seconds, then))
+            else:
+                then(QueueExists(f"queue {self.spec.name!r} is being restarted or changed; try again"))
             return
-        self._restart_done = then
-        self.start_successors(self.spec, self.options, seconds, self._successors_done)
+        first = [entry for entry in self._entries if entry.member.number == 1]
+        others = [[entry] for entry in self._entries if entry.member.number > 1]
+        self._rollout = _Rollout(seconds, then, change, [first, *others])
+        self._next_step(self._rollout)
 
-    def start_successors(self, spec: QueueSpec, options: Mapping[str, Value], seconds: float, then: Done) -> None:
+    def _next_step(self, rollout: _Rollout) -> None:
+        rollout.step = []
+        while rollout.steps and not rollout.step:
+            # Fewer processes may be wanted by now.
+            rollout.step = [entry for entry in rollout.steps.pop(0) if entry in self._entries]
+        if not rollout.step:
+            self._restart_error, self._stale = None, False
+            self._end_restart(None)
+            self._restart_again()
+            return
+        spec, options = self.spec, self.options
+        if rollout.change is not None:
+            spec, options = rollout.change.spec, rollout.change.options
+        members = [entry.member for entry in rollout.step]
+        self.start_successors(spec, options, rollout.seconds, lambda error: self._imported(rollout, error), members)
+
+    def _imported(self, rollout: _Rollout, error: ForqError | None) -> None:
+        if rollout is not self._rollout:
+            return
+        if error is not None:
+            self._end_restart(error)
+        elif rollout.change is not None:
+            rollout.change.accept(lambda refused: self._accepted(rollout, refused))
+        else:
+            self._join(rollout)
+
+    def _accepted(self, rollout: _Rollout, error: ForqError | None) -> None:
+        if rollout is not self._rollout or rollout.change is None or self._successors is None:
+            return
+        if error is not None:
+            self._successors.end(error)
+            self._end_restart(error)
+            return
+        self.spec, self.options, self.found = rollout.change.spec, rollout.change.options, False
+        rollout.change = None
+        self._join(rollout)
+        self.options_changed()
+
+    def _join(self, rollout: _Rollout) -> None:
+        assert self._successors is not None
+        if self._wanted:
+            self._successors.join(lambda error: self._joined(rollout, error))
+            return
+        # Its processes could not import their code. Those that still end keep no new one from starting.
+        for entry in self._entries:
+            if entry.process is not None:
+                self._retiring.append(entry.process)
+                entry.process = None
+            entry.respawn.forget()
+        rollout.steps = []
+        self.start()
+        self._next_step(rollout)
+
+    def _joined(self, rollout: _Rollout, error: ForqError | None) -> None:
+        if rollout is not self._rollout:
+            return
+        if error is not None:
+            self._end_restart(error)
+            return
+        assert self._successors is not None
+        successors, self._successors = self._successors, None
+        for entry in rollout.step:
+            self._exchange(entry, successors.take(entry.member, self))
+        self._survivors |= successors.survivors
+        rollout.replaced += sum(entry.role == Role.MAIN for entry in rollout.step)
+        self._next_step(rollout)
+
+    def _exchange(self, entry: _ProcessEntry, process: QueueProcess | None) -> None:
+        """Puts a process that has joined in the place of the old one, which stops after its jobs."""
+        if entry not in self._entries:
+            if process is not None:
+                self._retiring.append(process)
+                process.retire()
+            return
+        old, entry.process = entry.process, process
+        entry.respawn.forget()
+        if entry.timer is not None:
+            entry.timer.cancel()
+            entry.timer = None
+        if old is not None:
+            self._retiring.append(old)
+            old.child.stop(float(self.options["stop_grace"]))
+        if process is None:
+            self._spawn(entry)
+
+    def options_changed(self) -> None:
+        """Starts main processes, or lets some retire after their jobs, if their number has changed."""
+        count = process_count(self.options)
+        for entry in [each for each in self._entries if each.member.number > count]:
+            self._entries.remove(entry)
+            if entry.timer is not None:
+                entry.timer.cancel()
+            if entry.process is not None:
+                self._retiring.append(entry.process)
+                entry.process.retire()
+        mains = sum(entry.role == Role.MAIN for entry in self._entries)
+        for number in range(mains + 1, count + 1):
+            entry = _ProcessEntry(Member(Role.MAIN, number))
+            self._entries.insert(number - 1, entry)
+            if self._wanted:
+                self._spawn(entry)
+        for entry in self._entries:
+            if entry.process is not None:
+                entry.process.set_count(count)
+        self._deps.changed()
+
+    def start_successors(
+        self,
+        spec: QueueSpec,
+        options: Mapping[str, Value],
+        seconds: float,
+        then: Done,
+        members: Sequence[Member] = (Member(Role.MAIN), Member(Role.RETRY)),
+    ) -> None:
         """Starts processes for this definition that import its handlers and wait; `then` gets the reason if they fail.
         They take over with the next start of this queue, or of the one they are handed to."""
+        members = [member for member in members if member in [entry.member for entry in self._entries]]
 
         def done(error: ForqError | None) -> None:
             if isinstance(error, CannotImport):
@@ -251,9 +397,9 @@ class ServedQueue:
         self._successors = Successors(
             spec.name,
             self._deps,
-            [entry.role for entry in self._entries],
+            members,
             seconds=seconds,
-            make=lambda role, owner: QueueProcess(spec, options, role, self._deps, owner, held=True),
+            make=lambda member, owner: QueueProcess(spec, options, member, self._deps, owner, held=True),
             done=done,
             gone=self._successors_gone,
         )
@@ -271,13 +417,6 @@ class ServedQueue:
         ready = [process for process in self._processes() if process.role == Role.MAIN and process.ready]
         return ready[0].pid if ready else None
 
-    def _successors_done(self, error: ForqError | None) -> None:
-        if error is not None:
-            self._end_restart(error)
-        else:
-            self._takeover_pending = True
-            self._end_entries(now=False)
-
     def _note_import_error(self, error: CannotImport) -> None:
         if self.config_error is not None and self._opened:
             self.config_error, self.traceback = str(error), error.traceback
@@ -285,15 +424,19 @@ class ServedQueue:
             self._restart_error = {"at": round(time.time(), 3), "message": str(error), "traceback": error.traceback}
 
     def _end_restart(self, error: ForqError | None) -> None:
-        answer, self._restart_done = self._restart_done, None
-        if answer is not None:
-            answer(error)
+        rollout, self._rollout = self._rollout, None
+        if rollout is None:
+            return
+        if error is not None and rollout.replaced:
+            some = f"{rollout.replaced} of its {process_count(self.options)} main processes run the new code already"
+            error = type(error)(f"{error}; {some}", *([error.traceback] if isinstance(error, CannotImport) else []))
+        rollout.done(error)
 
     def _restart_again(self) -> None:
         """One restart for all requests that came during the last one."""
-        waiting, self._next_restarts = self._next_restarts, []
-        if not waiting:
+        if not self._next_restarts or self.has_successors or len(self._retiring) >= MAX_RETIRING:
             return
+        waiting, self._next_restarts = self._next_restarts, []
 
         def answer_all(error: ForqError | None) -> None:
             for _, answer in waiting:
@@ -306,16 +449,20 @@ class ServedQueue:
             self._survivors |= self._successors.survivors
         self._successors = None
         self._finish_if_stopped()
+        self._restart_again()
 
     def process_imported(self, process: QueueProcess) -> None:
         """Never called: only successors are held."""
 
+    def process_ready(self, process: QueueProcess) -> None:
+        """Nothing depends on it: status reads the state of the process."""
+
     def describe_children(self) -> list[dict[str, Any]]:
         permanent = [
-            _describe(entry.role, entry.process, self._state(entry), entry.restarts) for entry in self._entries
+            _describe(entry.member, entry.process, self._state(entry), entry.restarts) for entry in self._entries
         ]
         others = (*self._retiring, *self._helpers.processes, *self._successor_processes())
-        return permanent + [_describe(process.role, process, process.state(), 0) for process in others]
+        return permanent + [_describe(process.member, process, process.state(), 0) for process in others]
 
     def _state(self, entry: _ProcessEntry) -> str:
         if entry.process is not None:
@@ -339,7 +486,7 @@ class ServedQueue:
         return sum(len(process.busy()) for process in self._processes())
 
     def busy_processes(self) -> list[QueueProcess]:
-        importing = [process for process in self._successor_processes() if not process.imported]
+        importing = [process for process in self._successor_processes() if process.held and not process.imported]
         return [*(process for process in self._processes() if process.busy() or not process.ready), *importing]
 
     def replace_process(self, process: QueueProcess, reason: str) -> None:
@@ -354,8 +501,8 @@ class ServedQueue:
 
     def may_replace_process(self, process: QueueProcess) -> bool:
         """Whether a successor may start while this process still runs jobs. Not if retiring processes already run as
-        many jobs as the queue's concurrency."""
-        return sum(each.running() for each in (process, *self._retiring)) < int(self.options.get("concurrency", 1))
+        many jobs as the queue has workers."""
+        return sum(each.running() for each in (process, *self._retiring)) < self._workers()
 
     def unresponsive_workers(self) -> dict[str, int]:
         """Pids of the idle workers in unresponsive processes, by worker."""
@@ -382,6 +529,7 @@ class ServedQueue:
             self._finish_if_stopped()
             for waiting in self._entries:
                 self._fill(waiting)
+            self._restart_again()
             return
         entry.restarts += 1
         if process.was_condemned:
@@ -410,7 +558,7 @@ class ServedQueue:
             number -= 1
         promised = self._helpers.about_to_claim(Role.SUSPECT) * size
         room = (self._deps.grants.unused_units() - promised) // size
-        self._helpers.want(Role.SUSPECT, number, most=int(self.options["concurrency"]), room=room)
+        self._helpers.want(Role.SUSPECT, number, most=self._workers(), room=room)
 
     def fail_jobs_wait(self) -> None:
         """Fail jobs wait and none runs. They get a helper if the retry process is busy with another job."""
@@ -418,15 +566,19 @@ class ServedQueue:
         if self._wanted and self.spec.fail_handler is not None and retry is not None and retry.busy():
             self._helpers.want(Role.FAIL, 1, most=1, room=1)
 
+    def _workers(self) -> int:
+        return process_count(self.options) * int(self.options.get("concurrency", 1))
+
     def _retry_process(self) -> QueueProcess | None:
         return next((entry.process for entry in self._entries if entry.role == Role.RETRY), None)
 
-    def _process(self, role: Role, owner: ProcessOwner) -> QueueProcess:
-        return QueueProcess(self.spec, self.options, role, self._deps, owner)
+    def _process(self, member: Member, owner: ProcessOwner) -> QueueProcess:
+        return QueueProcess(self.spec, self.options, member, self._deps, owner)
 
     def _processes(self) -> list[QueueProcess]:
         permanent = [entry.process for entry in self._entries if entry.process is not None]
-        return [*permanent, *self._retiring, *self._helpers.processes]
+        joining = [process for process in self._successor_processes() if not process.held]
+        return [*permanent, *self._retiring, *self._helpers.processes, *joining]
 
     def _successor_processes(self) -> list[QueueProcess]:
         return [] if self._successors is None else self._successors.processes
@@ -437,7 +589,7 @@ class ServedQueue:
         entry.timer = None
         self._deps.changed()
         try:
-            entry.process = self._process(entry.role, self)
+            entry.process = self._process(entry.member, self)
         except (OSError, ForqError) as exc:
             # Out of processes, descriptors or slots. Usually temporary.
             delay = entry.respawn.delay_after_death(0.0)
@@ -449,14 +601,15 @@ class ServedQueue:
     ) -> None:
         """Respawns or gives up after an unexpected death. `code`: the announced exit code, if any."""
         name, role = self.spec.name, entry.role.name.lower()
-        if code == ExitCode.CONFIG and process.stale:
-            # The others still run the code that was read. A restart of the app, or the old files, end this.
+        if code == ExitCode.CONFIG and (process.stale or self._main_is_ready()):
+            # The others still run older code. A restart, or the old files, end this.
             delay = entry.respawn.delay_after_death(0.0)
             log.error(
                 "cannot start child queue=%s child=%s retry_in=%.2fs reason=%s",
                 *(name, role, delay, process.exit_reason),
             )
-            self._restart_error = {"at": round(time.time(), 3), "message": process.exit_reason, "traceback": None}
+            trace = process.traceback
+            self._restart_error = {"at": round(time.time(), 3), "message": process.exit_reason, "traceback": trace}
             self._stale = True
             self._last_end = end.text
             entry.timer = self._deps.children.loop.call_later(delay, lambda: self._spawn(entry))
@@ -487,26 +640,19 @@ class ServedQueue:
     def _finish_if_stopped(self) -> None:
         if self._wanted or self._processes():
             return
-        if self._takeover_pending:
-            self._takeover_pending = False
-            for entry in self._entries:
-                entry.respawn.forget()
-            answer, self._restart_done = self._restart_done, None
-            self.start()
-            if answer is not None:
-                answer(None)
-        elif self._successors is None:
+        if self._successors is None:
             waiting, self._when_stopped = self._when_stopped, []
             for then in waiting:
                 then()
 
 
-def _describe(role: Role, process: QueueProcess | None, state: str, restarts: int) -> dict[str, Any]:
+def _describe(member: Member, process: QueueProcess | None, state: str, restarts: int) -> dict[str, Any]:
     busy = process.busy() if process is not None else []
     now_ns = time.monotonic_ns()
     ages = [round((now_ns - slot.started_ns) / 1e9, 3) for slot in busy]
     return {
-        "role": role.name.lower(),
+        "role": member.role.name.lower(),
+        "number": member.number,
         "pid": process.pid if process is not None else None,
         "state": state,
         "job": _text(busy[0].job) if busy else None,

@@ -23,7 +23,7 @@ from forq.supervisor.capacity import Grants
 from forq.supervisor.config import PIPELINE_QUEUE, Config, Pipeline
 from forq.supervisor.pacing import Admission
 from forq.supervisor.process import ProcessDeps
-from forq.supervisor.queue import ServedQueue
+from forq.supervisor.queue import Change, ServedQueue
 from forq.supervisor.services import RETRY_SECONDS, Services
 from forq.supervisor.statedir import StateDir
 from forq.values import check_queue_name
@@ -205,9 +205,7 @@ class Queues:
                 queue.start()
                 self._services.send_served()
                 if then is not None:
-                    # Otherwise the caller's first delayed jobs could be due before pulse watches this queue.
-                    failing = queue.spec.fail_handler is not None
-                    self._services.serve_new(name, with_fail_queue=failing, then=lambda: then(None))
+                    self._watch_new(queue, then)
                 return
             if then is not None:
                 then(error)
@@ -226,6 +224,15 @@ class Queues:
         self._services.clerk.request(
             "create", self._creation(queue.spec, reopening=reopening, joining=queue.found), answered
         )
+
+    def _watch_new(self, queue: ServedQueue, then: Callable[[ForqError | None], None]) -> None:
+        """Calls `then` when pulse watches the queue: otherwise the caller's first delayed jobs could be due before."""
+        name = queue.spec.name
+
+        def watched() -> None:
+            then(None if self.serves(queue) else UnknownQueue(f"queue {name!r} was deleted in the meantime"))
+
+        self._services.serve_new(name, with_fail_queue=queue.spec.fail_handler is not None, then=watched)
 
     def _creation(self, spec: QueueSpec, *, reopening: bool, joining: bool) -> dict[str, Any]:
         """Parameters of the clerk's `create`. A queue of a release mode may have been created elsewhere: only options
@@ -295,11 +302,14 @@ class Queues:
     def replace(
         self, old: ServedQueue, spec: QueueSpec, seconds: float | None, then: Callable[[ForqError | None], None]
     ) -> None:
-        """Changes the definition of a served queue: new processes import its handlers, then the old ones stop, then the
-        new ones take over. With `seconds` None the old ones stop first."""
+        """Changes the definition of a queue. If its processes run, it is restarted with the new definition. Otherwise,
+        and with `seconds` None, the old processes end before the new ones start."""
         name = spec.name
         if old.has_successors:
             raise QueueExists(f"queue {name!r} is being restarted or changed by another request; try again")
+        if seconds is not None and old.wanted:
+            self._change(old, spec, seconds, then)
+            return
 
         def imported(error: ForqError | None) -> None:
             if error is None:
@@ -322,6 +332,26 @@ class Queues:
             exchange()
         else:
             old.start_successors(spec, self._config.options_of(spec), seconds, imported)
+
+    def _change(
+        self, queue: ServedQueue, spec: QueueSpec, seconds: float, then: Callable[[ForqError | None], None]
+    ) -> None:
+        name = spec.name
+
+        def accept(answer: Callable[[ForqError | None], None]) -> None:
+            def made(created: Any) -> None:
+                answer(created if isinstance(created, ForqError) else None)
+
+            self._services.clerk.request("create", self._creation(spec, reopening=False, joining=False), made)
+
+        def changed(error: ForqError | None) -> None:
+            if error is not None:
+                then(self._explained(f"queue {name!r} is not changed", error, queue))
+                return
+            self._services.send_served()
+            self._watch_new(queue, then)
+
+        queue.restart(seconds, changed, Change(spec, self._config.options_of(spec), accept))
 
     def adopt(self, queue: ServedQueue, spec: QueueSpec, then: Callable[[ForqError | None], None]) -> None:
         """Changes the definition of a queue of a release mode, if Redis accepts it. Its process needs no new code."""
@@ -379,6 +409,7 @@ class Queues:
     def redefine(self, queue: ServedQueue, changes: Mapping[str, Value]) -> None:
         queue.spec = replace(queue.spec, options={**queue.spec.options, **changes})
         queue.options = self._config.options_of(queue.spec)
+        queue.options_changed()
 
     def drop(self, name: str, then: Callable[[set[int]], None]) -> None:
         """Kills the queue's processes with their descendants, and forgets its definition. `then` gets the pids that

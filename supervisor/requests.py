@@ -448,7 +448,7 @@ class Verbs:
         trouble = None if queue is None else queue.trouble()
         if trouble is not None:
             return f"on this supervisor {trouble}"
-        seconds = self._queues.grants.waiting_seconds(f"{name} main")
+        seconds = self._queues.grants.waiting_seconds(name)
         why = in_redis if seconds is None else f"{in_redis}; its queue has waited {seconds:.1f} s for capacity"
         if queue is None or queue.restart_error is None:
             return why

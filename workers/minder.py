@@ -174,7 +174,7 @@ class Minder:
     def _read_leash(self) -> None:
         """One message per line: {"go" | "wait" | "yield": slot number}, `begin`, `ping` (the next beat answers),
         `cancel` (a slot number with position, outcome and cause; null: every coroutine, at the end of the grace
-        period), or `stacks` (answered with the stacks of coroutines)."""
+        period), `stacks` (answered with the stacks of coroutines), or `name` (the new one, for the title)."""
         try:
             received = self._leash.recv(4096)
         except OSError:
@@ -191,6 +191,8 @@ class Minder:
                 self._cancel(number, message)
             elif kind == "stacks":
                 self._send_coroutine_stacks()
+            elif kind == "name":
+                self._name = number
             elif kind != "ping":
                 self._grants[number].receive(kind)
 

@@ -24,6 +24,7 @@ class WorkQueueOptions(TypedDict, total=False):
     max_items: int
     max_data: int | str
     stop_grace: Duration
+    processes: int | Literal["cpus"]
     concurrency: int
     max_jobs: int
     max_age: Duration

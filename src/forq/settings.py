@@ -15,7 +15,7 @@ from typing import Any
 
 from forq.errors import InvalidOption, UsageError
 from forq.paths import DEFAULT_PREFIX
-from forq.values import OFF, NotAllowed, allowed_values, parse_rate, read_value, show_duration, show_size, shown
+from forq.values import CPUS, OFF, NotAllowed, allowed_values, parse_rate, read_value, show_duration, show_size, shown
 
 Value = int | float | bool | str
 
@@ -74,6 +74,8 @@ class Setting:
     def _is_in_range(self, value: Any) -> bool:
         if self.kind in ("int", "duration", "size"):
             return bool(self.lowest <= value <= self.highest and (not self.least or value == 0 or value >= self.least))
+        if self.kind == "processes":
+            return value == CPUS or bool(self.lowest <= value <= self.highest)
         return self.kind != "word" or value in self.range
 
     @property
@@ -92,6 +94,8 @@ class Setting:
     def _allowed(self, lowest: float) -> str:
         if self.kind == "int":
             return f"a whole number from {lowest} to {self.highest}"
+        if self.kind == "processes":
+            return f'a whole number from {lowest} to {self.highest}, or "{CPUS}"'
         if self.kind == "duration":
             return f'a duration from {show_duration(lowest)} to {show_duration(self.highest)} (such as "250ms", "5m")'
         if self.kind == "size":
@@ -271,7 +275,12 @@ OPTIONS: Mapping[str, Setting] = {
                 "Time for a running job to finish when its process must stop.", stored=False),
     ),
     **_rows(
-        Setting("concurrency", "int", 1, (1, 256), "Number of workers (threads) in the queue's process."),
+        Setting("processes", "processes", 1, (1, 256),
+                'Main processes of the queue on this supervisor, each with `concurrency` workers. "cpus": one per CPU '
+                "that the supervisor may use (affinity and cgroup quota).", modes=(WORK,), stored=False),
+    ),
+    **_rows(
+        Setting("concurrency", "int", 1, (1, 256), "Number of workers (threads) in each main process of the queue."),
         Setting("max_jobs", "int", 0, (0, 10**9), "Replace the process after this many jobs. 0: never."),
         Setting("max_age", "duration", 0.0, (0.0, _YEAR), "Replace the process at this age, between jobs. 0: never."),
         Setting("max_memory", "size", 0, (0, 1024 * _GB),

@@ -75,6 +75,8 @@ def show_progress(fraction: float, text: str) -> str:
 
 
 OFF = "off"
+# One process per CPU.
+CPUS = "cpus"
 
 _UNIT_SECONDS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _UNIT_BYTES = {"gb": 1024**3, "mb": 1024**2, "kb": 1024, "b": 1}
@@ -220,6 +222,10 @@ def _read_int(value: object) -> int:
     return value
 
 
+def _read_processes(value: object) -> int | str:
+    return CPUS if value == CPUS else _read_int(value)
+
+
 def _read_flag(value: object) -> bool:
     found = value if isinstance(value, bool) else _FLAGS.get(value.lower()) if isinstance(value, str) else None
     if found is None:
@@ -310,6 +316,7 @@ _READERS: Mapping[str, Callable[..., object]] = {
     "prefix": _read_prefix,
     "group": _read_group,
     "patterns": _read_patterns,
+    "processes": _read_processes,
 }
 _PATH_READERS: Mapping[str, Callable[[object, str], object]] = {
     "path": _read_path,

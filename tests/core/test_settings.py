@@ -86,6 +86,7 @@ def test_a_shown_size_is_read_back_exactly(size: int) -> None:
 def test_the_defaults_are_those_of_the_release() -> None:
     assert defaults() == {
         "max_items": 0,
+        "processes": 1,
         "concurrency": 1,
         "size": 10,
         "priority": 0,
@@ -150,6 +151,14 @@ def test_each_default_and_each_end_of_a_range_is_allowed(option: Setting) -> Non
 def test_a_rate_is_read_and_shown(text: object, shown: str) -> None:
     assert parse_options({"rate": text}, "here") == {"rate": shown}
     assert stored({"rate": shown})["rate_count"] == (0 if shown == "off" else int(shown.split("/")[0]))
+
+
+def test_processes_is_a_number_or_cpus() -> None:
+    assert parse_options({"processes": "cpus"}, "here") == {"processes": "cpus"}
+    assert parse_options({"processes": "4"}, "here") == {"processes": 4}
+    for wrong in (0, 257, "all", True):
+        with pytest.raises(InvalidOption, match=r'is not allowed: a whole number from 1 to 256, or "cpus"$'):
+            parse_options({"processes": wrong}, "here")
 
 
 def test_options_are_read_from_toml_values_and_from_text_alike() -> None:

@@ -43,13 +43,17 @@ def test_twenty_queues_run_each_job_once_and_in_order() -> None:
 DURATIONS = (0, 0, 0.0005, 0.002, 0.01)
 
 
-def random_kills(forq: Forq, *, jobs: int, kills: int, seed: int) -> dict[str, int]:
+FOUR_QUEUES: dict[str, dict[str, int]] = {"a": {}, "b": {}, "c": {}, "d": {"concurrency": 2}}
+EIGHT_PROCESSES = {"one": {"processes": 8}}
+
+
+def random_kills(forq: Forq, options: dict[str, dict[str, int]], *, jobs: int, kills: int, seed: int) -> dict[str, int]:
     """Kills children at random moments while they run jobs of 0 to 10 ms; returns figures of the run."""
     chance = random.Random(seed)
-    names = ["a", "b", "c", "d"]
+    names = list(options)
     for name in names:
         # Among thousands of kills, some job is hit four times and would be dead through no fault of its own.
-        forq.create(name, "sleep", concurrency=2 if name == "d" else 1, max_stalls=1000)
+        forq.create(name, "sleep", max_stalls=1000, **options[name])
     ids: dict[str, list[str]] = {name: [] for name in names}
     queues = {name: forq.client().queue(name) for name in names}
     share, each = max(1, round(2 * jobs / kills)), jobs // len(names)
@@ -117,12 +121,13 @@ def overlaps(traces: list[Trace]) -> int:
 
 
 @pytest.mark.timeout(3600)
-def test_no_job_is_lost_under_random_kills() -> None:
+@pytest.mark.parametrize("options", [FOUR_QUEUES, EIGHT_PROCESSES], ids=["four queues", "eight processes of a queue"])
+def test_no_job_is_lost_under_random_kills(options: dict[str, dict[str, int]]) -> None:
     kills = int(os.environ.get("FORQ_TEST_KILLS", examples(20, 40)))
     jobs = int(os.environ.get("FORQ_TEST_JOBS", examples(2000, 4000)))
     seed = int(os.environ.get("FORQ_TEST_SEED", "0")) or random.randrange(1, 10**6)
     with running() as forq:
-        outcome = random_kills(forq, jobs=jobs, kills=kills, seed=seed)
+        outcome = random_kills(forq, options, jobs=jobs, kills=kills, seed=seed)
         print(f"seed {seed}: {outcome}")
         assert outcome["lost"] == 0, outcome
         assert outcome["done"] == outcome["jobs"], outcome

@@ -13,6 +13,7 @@ import pytest
 
 from forq.ctl.client import ControlClient
 from forq.errors import UnknownQueue, UsageError
+from tests.support.drive.handler_module import Module
 from tests.support.drive.processes import alive, tree_of
 from tests.support.drive.supervisor import HANDLERS, Forq, running
 from tests.support.drive.wait import wait_until
@@ -27,25 +28,6 @@ BROKEN = "import time\n\nRATE = rat * 2\n"
 def forq() -> Iterator[Forq]:
     with running() as forq:
         yield forq
-
-
-class Module:
-    """A handler's module that tests rewrite."""
-
-    def __init__(self, directory: Path, name: str) -> None:
-        self.name = name
-        self.file = directory / f"{name}.py"
-        self.directory = directory
-        self.written = time.time()
-
-    def write(self, source: str) -> None:
-        self.file.write_text(source)
-        # Python would reuse the bytecode for a file of the same size and second.
-        self.written += 10
-        os.utime(self.file, (self.written, self.written))
-
-    def arguments(self, handler: str = "handle") -> list[str]:
-        return [f"--handler={self.name}:{handler}", f"--path={self.directory}", f"--path={HANDLERS}"]
 
 
 @pytest.fixture
@@ -246,46 +228,24 @@ def test_the_old_process_stays_however_the_import_fails(forq: Forq, module: Modu
     forq.ctl("delete", module.name)
 
 
-def test_the_new_process_waits_until_the_old_one_has_finished_its_job(forq: Forq, tmp_path: Path) -> None:
+def test_the_new_process_runs_jobs_while_the_old_one_finishes_its_own(forq: Forq, tmp_path: Path) -> None:
     forq.create("handed", "wait_for", stop_grace="60s")
-    gate = tmp_path / "gate"
+    gate, open_gate = tmp_path / "gate", tmp_path / "open"
+    open_gate.touch()
     queue = forq.client().queue("handed")
     queue.enqueue(str(gate), id="long")
     old = wait_until(lambda: [t for t in forq.traces("start") if t.job == "long"], what="it runs")[0].pid
-    restart = forq.begin_ctl("restart", "handed")
-    next_one = wait_until(lambda: waiting_main(forq, "handed"), what="the new process has imported its code")
-    assert psutil.Process(next_one).cmdline()[0] == "forq: handed main (next) imported, waiting"
-    queue.enqueue(str(gate), id="behind")
-    assert forq.child("handed")["pid"] == old
-    assert restart.poll() is None
+    assert forq.ctl("restart", "handed") == "restarted handed"
+    new = forq.child("handed")["pid"]
+    assert new != old
+    queue.enqueue(str(open_gate), id="behind")
+    wait_until(lambda: [t for t in forq.traces("end") if t.job == "behind"], what="it does not wait for the long one")
+    assert alive({old}) == {old}
     gate.touch()
-    assert restart.communicate(timeout=30)[0] == "restarted handed\n"
     wait_until(lambda: forq.queue_status("handed")["done"] == 2, what="both are done")
-    assert {t.job: t.pid for t in forq.traces("end") if t.queue == "handed"} == {"long": old, "behind": next_one}
-    assert not alive({old})
-
-
-def waiting_main(forq: Forq, name: str) -> int | None:
-    """The new main process, once the new retry process has imported its code too."""
-    imported = [child for child in forq.queue_status(name)["children"] if child["state"] == "imported"]
-    return next(child["pid"] for child in imported if child["role"] == "main") if len(imported) == 2 else None
-
-
-def test_a_new_process_that_dies_while_it_waits_is_replaced(forq: Forq, tmp_path: Path) -> None:
-    forq.create("unlucky", "wait_for", stop_grace="60s")
-    gate = tmp_path / "gate"
-    forq.client().queue("unlucky").enqueue(str(gate), id="unlucky-1")
-    wait_until(lambda: [t for t in forq.traces("start") if t.job == "unlucky-1"], what="it runs")
-    restart = forq.begin_ctl("restart", "unlucky")
-    next_one = wait_until(lambda: waiting_main(forq, "unlucky"), what="the new process has imported its code")
-    os.kill(next_one, signal.SIGKILL)
-    wait_until(lambda: waiting_main(forq, "unlucky") is None, what="its death is noticed")
-    gate.touch()
-    assert restart.communicate(timeout=30)[0] == "restarted unlucky\n"
-    serves_anew = forq.wait_for_child("unlucky", not_pid=next_one)["pid"]
-    forq.client().queue("unlucky").enqueue(str(gate), id="unlucky-2")
-    ran = wait_until(lambda: [t for t in forq.traces("end") if t.job == "unlucky-2"], what="the restart continues")
-    assert [trace.pid for trace in ran] == [serves_anew]
+    assert {t.job: t.pid for t in forq.traces("end") if t.queue == "handed"} == {"long": old, "behind": new}
+    wait_until(lambda: not alive({old}), what="the old process has ended")
+    assert not [t for t in forq.traces() if t.queue == "handed" and t.stalls]
 
 
 def test_restarts_requested_meanwhile_share_one_further_import(forq: Forq, module: Module) -> None:

@@ -11,6 +11,7 @@ from forq.errors import ExitCode, ForqError
 from forq.procs.scoreboard import Role
 from forq.supervisor.child import Exit
 from forq.supervisor.extra_processes import HelperProcesses
+from forq.supervisor.process import Member
 from forq.supervisor.queue import ServedQueue
 
 FINE = Exit(ExitCode.STOPPED, None)
@@ -72,10 +73,10 @@ class Rig:
         self.deps = deps
         self.helpers = HelperProcesses("q", deps, make=self._make, wanted=lambda: self.served, gone=lambda: None)
 
-    def _make(self, role: Role, owner: Any) -> Any:
+    def _make(self, member: Member, owner: Any) -> Any:
         if self.refused:
             raise ForqError("no slot")
-        return FakeProcess(role)
+        return FakeProcess(member.role)
 
     def admit(self) -> list[FakeProcess]:
         """Starts all waiting processes; returns all processes."""

@@ -15,6 +15,10 @@ class Process:
         self.slots = slots
         self.sent: list[dict[str, Any]] = []
 
+    @property
+    def main_of(self) -> str | None:
+        return self.name.split()[0]
+
     def send(self, message: dict[str, Any]) -> None:
         self.sent.append(message)
 
@@ -92,5 +96,5 @@ def test_waiting_time_is_reported_per_process(stage: Stage) -> None:
     stage.busy(stage.first)
     stage.want(stage.second)
     stage.loop.run(2.0)
-    assert stage.grants.waiting_seconds("b main") == pytest.approx(2.0)
-    assert stage.grants.waiting_seconds("a main") is None
+    assert stage.grants.waiting_seconds("b") == pytest.approx(2.0)
+    assert stage.grants.waiting_seconds("a") is None

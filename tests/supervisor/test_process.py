@@ -14,7 +14,7 @@ from forq.queue_spec import QueueSpec
 from forq.settings import defaults
 from forq.supervisor import process as process_module
 from forq.supervisor.child import Exit
-from forq.supervisor.process import BEAT_SECONDS, BLOCKED_NS, EXIT_SECONDS, ProcessDeps, QueueProcess
+from forq.supervisor.process import BEAT_SECONDS, BLOCKED_NS, EXIT_SECONDS, Member, ProcessDeps, QueueProcess
 from tests.supervisor.fakes import CRASHED, FakeLoop, fake_child_class
 
 
@@ -46,7 +46,7 @@ class Stage:
     def start(self, concurrency: int = 1) -> QueueProcess:
         options = {**defaults("work"), "concurrency": concurrency}
         spec = QueueSpec("q", "work", None, {}, (), {})
-        process = QueueProcess(spec, options, Role.MAIN, self.deps, self.owner)
+        process = QueueProcess(spec, options, Member(Role.MAIN), self.deps, self.owner)
         for number in process.slots:
             self.board.slot(number).worker = f"w{number}"
         return process

@@ -23,7 +23,7 @@ STOPPED = Exit(ExitCode.STOPPED, None)
 
 
 class Stage:
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, processes: int = 1) -> None:
         self.loop = FakeLoop()
         self.child_class = fake_child_class(self.loop)
         monkeypatch.setattr(process_module, "Child", self.child_class)
@@ -43,7 +43,7 @@ class Stage:
             warden=MagicMock(),
         )
         self.spec = QueueSpec("q", "work", None, {}, (), {})
-        self.queue = ServedQueue(self.spec, defaults("work"), self.deps)
+        self.queue = ServedQueue(self.spec, {**defaults("work"), "processes": processes}, self.deps)
 
     @property
     def children(self) -> list[FakeChild]:
@@ -65,6 +65,18 @@ class Stage:
         for child in self.children:
             if not child.ended:
                 child.receive(imported=0)
+
+    def join_all(self) -> None:
+        """Lets the new processes import their code and join the queue."""
+        self.import_all()
+        for child in self.children:
+            if not child.ended:
+                child.receive(ready=0)
+        self.loop.run()
+
+    def alive(self) -> list[str]:
+        """Names of the processes that claim jobs, or will."""
+        return [child.name for child in self.children if not (child.ended or child.stopping or child.signals)]
 
     def end_stopping(self) -> None:
         for child in list(self.children):
@@ -174,21 +186,128 @@ def test_a_process_waiting_for_its_respawn_is_not_started_after_a_stop(stage: St
     assert len(stage.children) == 2
 
 
-def test_a_restart_replaces_the_processes_only_after_all_imports(stage: Stage) -> None:
+def test_the_new_processes_of_a_restart_join_before_the_old_ones_stop(stage: Stage) -> None:
     stage.start()
     old = list(stage.children)
     results = stage.restart()
     new = stage.children[2:]
     assert names(new) == ["q main", "q retry"]
     new[0].receive(imported=0)
-    assert not any(child.stopping for child in old), "the other one is still importing"
+    assert [child.sent for child in new] == [[], []], "the other one is still importing"
     new[1].receive(imported=0)
-    assert all(child.stopping for child in old)
-    assert new[0].sent == [], "they wait for the old processes"
-    stage.end_stopping()
     assert [child.sent for child in new] == [[{"begin": 0}], [{"begin": 0}]]
-    assert results == [None]
+    new[0].receive(ready=0)
+    assert not any(child.stopping for child in old), "the other one has not joined yet"
+    new[1].receive(ready=0)
+    assert all(child.stopping for child in old)
+    assert results == [None], "it does not wait for the running jobs of the old ones"
+    assert [child["state"] for child in stage.queue.describe_children()] == ["empty", "empty", "stopping", "stopping"]
+    stage.end_stopping()
     assert len(stage.children) == 4
+
+
+def test_new_processes_that_cannot_join_leave_the_old_ones_serving(stage: Stage) -> None:
+    stage.start()
+    results = stage.restart()
+    stage.import_all()
+    stage.children[3].receive(ready=0)
+    stage.children[2].die()
+    assert "(SIGKILL) before it joined the queue" in str(results[0])
+    assert stage.children[3].signals == [15], "it has joined, and may run a job"
+    assert not any(child.stopping for child in stage.children[:2])
+    again = stage.restart()
+    assert len(stage.children) == 4, "the next restart waits until it is gone"
+    stage.children[3].die(STOPPED)
+    stage.loop.run()
+    stage.join_all()
+    assert again == [None]
+
+
+def test_new_processes_that_do_not_join_in_time_leave_the_old_ones_serving(stage: Stage) -> None:
+    stage.start()
+    results = stage.restart(seconds=5.0)
+    stage.import_all()
+    stage.loop.run(5.1)
+    assert [child.kills for child in stage.children] == [0, 0, 1, 1]
+    for child in stage.children[2:]:
+        child.die()
+    assert "have not joined the queue in Redis after 5 s" in str(results[0])
+
+
+def test_a_restart_replaces_several_main_processes_one_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, processes=3)
+    stage.start()
+    assert names(stage.children) == ["q main 1/3", "q main 2/3", "q main 3/3", "q retry"]
+    results = stage.restart()
+    for step in (["q main 1/3", "q retry"], ["q main 2/3"], ["q main 3/3"]):
+        assert names([child for child in stage.children if not child.ended][-len(step) :]) == step
+        assert results == []
+        stage.join_all()
+        stage.end_stopping()
+        assert sorted(set(stage.alive())) == ["q main 1/3", "q main 2/3", "q main 3/3", "q retry"]
+    assert results == [None]
+    assert len(stage.alive()) == 4
+    assert len(stage.children) == 8
+
+
+def test_a_later_step_that_fails_ends_the_restart_and_tells_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, processes=3)
+    stage.start()
+    results = stage.restart()
+    stage.join_all()
+    stage.children[-1].receive(exiting=ExitCode.CONFIG, reason="out of memory", traceback="line 1")
+    stage.children[-1].die(Exit(ExitCode.CONFIG, None))
+    (error,) = results
+    assert isinstance(error, CannotImport)
+    assert str(error) == "out of memory; 1 of its 3 main processes run the new code already"
+    assert error.traceback == "line 1"
+    assert sorted(stage.alive()) == ["q main 1/3", "q main 2/3", "q main 3/3", "q retry"]
+
+
+def set_processes(stage: Stage, processes: int) -> None:
+    stage.queue.options = {**stage.queue.options, "processes": processes}
+    stage.queue.options_changed()
+
+
+def test_more_processes_start_and_fewer_retire_after_their_jobs(stage: Stage) -> None:
+    stage.start()
+    set_processes(stage, 3)
+    assert names(stage.children) == ["q main", "q retry", "q main 2/3", "q main 3/3"]
+    assert stage.children[0].sent == [{"name": "q main 1/3"}]
+    set_processes(stage, 2)
+    assert stage.children[3].signals == [15]
+    assert not stage.children[3].stopping, "without a time limit"
+    assert stage.children[2].sent == [{"name": "q main 2/2"}]
+    stage.children[3].die(STOPPED)
+    stage.loop.run(60.0)
+    assert len(stage.children) == 4, "it is not respawned"
+    assert [child["number"] for child in stage.queue.describe_children()] == [1, 2, 1]
+
+
+def test_fewer_processes_during_a_restart_skip_its_later_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    stage = Stage(monkeypatch, processes=3)
+    stage.start()
+    results = stage.restart()
+    set_processes(stage, 1)
+    stage.join_all()
+    assert results == [None]
+    assert sorted(stage.alive()) == ["q main 1/3", "q retry"]
+
+
+def test_a_process_that_can_no_longer_import_its_code_leaves_the_others_serving(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stage = Stage(monkeypatch, processes=2)
+    stage.start()
+    stage.children[0].receive(exiting=ExitCode.CONFIG, reason="syntax error", traceback="line 1")
+    stage.children[0].die(Exit(ExitCode.CONFIG, None))
+    assert (stage.queue.state, stage.queue.config_error) == ("running", None)
+    error = stage.queue.restart_error
+    assert error is not None
+    assert (error["message"], error["traceback"]) == ("syntax error", "line 1")
+    stage.loop.run(60.0)
+    stage.children[-1].receive(ready=0)
+    assert stage.queue.restart_error is None, "the code can be imported again"
 
 
 def test_a_restart_whose_import_fails_keeps_the_old_processes(stage: Stage) -> None:
@@ -218,15 +337,18 @@ def test_an_import_that_takes_too_long_ends_the_restart(stage: Stage) -> None:
     assert "not imported after 5 s" in str(results[0])
 
 
-def test_a_new_process_that_dies_while_it_waits_is_replaced_at_the_start(stage: Stage) -> None:
+def test_a_new_process_that_dies_after_it_has_joined_is_replaced(stage: Stage) -> None:
+    """A job may have killed it; its code is not at fault."""
     stage.start()
     results = stage.restart()
     stage.import_all()
+    stage.children[2].receive(ready=0)
     stage.children[2].die()
-    stage.end_stopping()
+    assert results == []
+    stage.children[3].receive(ready=0)
     assert results == [None]
-    assert names(stage.children) == ["q main", "q retry", "q main", "q retry", "q main"]
-    assert stage.children[3].sent == [{"begin": 0}]
+    assert stage.alive() == ["q retry", "q main"]
+    assert stage.children[4].name == "q main"
 
 
 def test_restarts_requested_during_a_restart_share_the_next_one(stage: Stage) -> None:
@@ -234,14 +356,24 @@ def test_restarts_requested_during_a_restart_share_the_next_one(stage: Stage) ->
     stage.start()
     first, second, third = stage.restart(), stage.restart(), stage.restart()
     assert len(stage.children) == 4
-    stage.import_all()
-    stage.end_stopping()
+    stage.join_all()
     assert (first, second, third) == ([None], [], [])
-    stage.loop.run()
     assert len(stage.children) == 6
-    stage.import_all()
-    stage.end_stopping()
+    stage.join_all()
     assert (first, second, third) == ([None], [None], [None])
+
+
+def test_a_restart_waits_while_too_many_old_processes_run_jobs(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(queue_module, "MAX_RETIRING", 2)
+    stage.start()
+    first = stage.restart()
+    stage.join_all()
+    second = stage.restart()
+    assert (first, len(stage.children)) == ([None], 4)
+    stage.end_stopping()
+    stage.loop.run()
+    stage.join_all()
+    assert second == [None]
 
 
 def test_a_stop_during_a_restart_waits_for_the_new_processes_and_fails_the_restart(stage: Stage) -> None:

@@ -8,7 +8,15 @@ from unittest.mock import MagicMock
 import pytest
 
 from forq.app_spec import AppSpec, Definitions
-from forq.errors import ExitCode, ForqError, IncompatibleProtocol, InvalidOption, RedisUnavailable, UnknownQueue
+from forq.errors import (
+    ExitCode,
+    ForqError,
+    IncompatibleProtocol,
+    InvalidOption,
+    QueueExists,
+    RedisUnavailable,
+    UnknownQueue,
+)
 from forq.procs.scoreboard import Scoreboard
 from forq.queue_spec import QueueSpec
 from forq.settings import defaults
@@ -196,19 +204,37 @@ def test_a_new_queue_whose_import_fails_leaves_nothing(stage: Stage) -> None:
     stage.services.output_pipes.remove.assert_called_once_with("q")
 
 
-def test_a_changed_queue_opens_when_the_old_processes_are_gone(stage: Stage) -> None:
+def changed(stage: Stage) -> list[ForqError | None]:
+    """Starts to change a queue, until its new processes have imported their code."""
     stage.serve()
-    old, results = stage.queues.by_name["q"], list[ForqError | None]()
-    stage.queues.replace(old, spec_of(concurrency=2), 60.0, results.append)
+    results: list[ForqError | None] = []
+    stage.queues.replace(stage.queues.by_name["q"], spec_of(concurrency=2), 60.0, results.append)
     stage.loop.run()
     for child in stage.children[2:]:
         child.receive(imported=0)
-    assert stage.queues.by_name["q"] is not old
-    assert stage.clerk.requests == []
-    stage.kill_all()
+    return results
+
+
+def test_a_changed_queue_is_stored_when_its_new_processes_have_imported_the_code(stage: Stage) -> None:
+    results = changed(stage)
+    ((verb, params, _),) = stage.clerk.requests
+    assert (verb, params["options"]["concurrency"]) == ("create", 2)
     stage.answer(MADE)
     assert [child.sent for child in stage.children[2:]] == [[{"begin": 0}], [{"begin": 0}]]
+    assert not any(child.stopping for child in stage.children)
+    for child in stage.children[2:]:
+        child.receive(ready=0)
+    assert [child.stopping for child in stage.children] == [True, True, False, False]
     assert results == [None]
+    assert stage.queues.by_name["q"].spec == spec_of(concurrency=2)
+
+
+def test_a_change_that_redis_refuses_changes_nothing(stage: Stage) -> None:
+    results = changed(stage)
+    stage.answer(QueueExists("lease cannot change"))
+    assert "queue 'q' is not changed: lease cannot change; its old process keeps running" in str(results[0])
+    assert [child.stopping for child in stage.children] == [False, False, True, True]
+    assert stage.queues.by_name["q"].spec == spec_of()
 
 
 def test_a_deleted_queue_waits_for_an_earlier_definition_of_its_name(stage: Stage) -> None:
@@ -316,8 +342,8 @@ def test_an_app_takes_over_a_queue_when_another_request_has_changed_it(stage: St
     stage.loop.run()
     for child in stage.children[before:]:
         child.receive(imported=True)
+        child.receive(ready=True)
     stage.loop.run()
-    stage.kill_all()
     assert results == [None]
     stage.loop.run(RETRY_SECONDS)
     stage.kill_all()

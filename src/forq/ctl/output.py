@@ -182,6 +182,14 @@ class WaitReport:
         self._line.clear()
 
 
+def role_text(child: dict[str, Any], children: list[dict[str, Any]]) -> str:
+    """`main`, or `main 2/4` if the queue has several main processes."""
+    # Retiring processes have the numbers of their successors.
+    count = max((each.get("number", 1) for each in children if each["role"] == "main"), default=1)
+    several = child["role"] == "main" and count > 1
+    return f"{child['role']} {child['number']}/{count}" if several else str(child["role"])
+
+
 def running_jobs_text(queues: list[dict[str, Any]], *, with_queue: bool) -> str:
     """The running jobs, longest first: the first few with id and time, and the number of others."""
     found = [

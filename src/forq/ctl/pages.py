@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from rich.cells import cell_len, set_cell_size
 from rich.text import Text
 
-from forq.ctl.output import COLOURS, cell_text, dead_error, iso_time, printable, short_duration
+from forq.ctl.output import COLOURS, cell_text, dead_error, iso_time, printable, role_text, short_duration
 from forq.ctl.top import (
     WORST_STATES_FIRST,
     QueueRow,
@@ -203,7 +203,7 @@ Child = dict[str, Any]
 
 
 CHILDREN: tuple[Column[Child], ...] = (
-    Column("ROLE", 0, lambda child: child["role"], right=False),
+    Column("ROLE", 0, lambda child: child["label"], right=False),
     Column("PID", 1, lambda child: child["pid"]),
     Column("STATE", 2, lambda child: child["state"], right=False, style=lambda child: COLOURS.get(child["state"], "")),
     Column("UPTIME", 3, lambda child: short_duration(child["uptime_seconds"])),
@@ -281,10 +281,11 @@ class QueuePage:
         title = Text(f"{printable(row.name)}  ", style="bold")
         title.append(row.state, style=COLOURS.get(row.state, ""))
         running = [job for child in row.children for job in running_jobs(child)]
+        processes = [{**child, "label": role_text(child, row.children)} for child in row.children]
         lines = [
             title,
             *_wrap(_counts_line(row), width),
-            *_section("PROCESSES", CHILDREN, row.children, width, "none"),
+            *_section("PROCESSES", CHILDREN, processes, width, "none"),
             *_section("RUNNING", RUNNING, running, width, "no job is running"),
             Text(""),
             Text("FIRST IN LINE", style="bold underline"),

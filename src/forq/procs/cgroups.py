@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from forq.settings import Value
+from forq.values import CPUS
 
 log = logging.getLogger("forq")
 
@@ -129,6 +130,24 @@ def _own_directory(mounts: str, own: str) -> Path | None:
         if line.startswith("0::/"):
             return mount / line.removeprefix("0::/")
     return None
+
+
+def process_count(options: Mapping[str, Value]) -> int:
+    """How many main processes a queue with these options has on this machine."""
+    wanted = options.get("processes", 1)
+    return usable_cpus() if wanted == CPUS else int(wanted)
+
+
+def usable_cpus(*, mounts: str = "/proc/mounts", own: str = "/proc/self/cgroup") -> int:
+    """CPUs that this process may use: its affinity, and the quotas of its control group and of those above it."""
+    cpus = len(os.sched_getaffinity(0))
+    group = _own_directory(mounts, own)
+    for directory in () if group is None else (group, *group.parents):
+        # "max 100000", or a quota and a period in µs.
+        quota, period, *_ = (*_words(directory / "cpu.max"), "max", "")
+        if quota != "max":
+            cpus = min(cpus, max(1, -(-int(quota) // int(period))))
+    return cpus
 
 
 def _cgroup2_mount(mounts: str) -> Path | None:

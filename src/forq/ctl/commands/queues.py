@@ -166,10 +166,11 @@ def resume(args: Namespace) -> int:
     Argument("name", nargs="?", metavar="NAME", help="the queue"),
     Argument("--app", metavar="APP", help="read the definitions of this app again, and restart all its queues"),
     IMPORT_WAIT,
-    more="The new processes import the handler first; then running jobs of the old ones get stop_grace to finish. With "
-    "--app the new definitions are read first. If that fails, nothing is stopped. Then new queues are opened, changed "
-    "options and schedules take effect, and schedules that the app no longer has are removed. A queue that the app no "
-    "longer has keeps its jobs; nothing serves it.",
+    more="New processes import the handler and join the queue; then the old ones start no more jobs, and their running "
+    "ones get stop_grace to finish. A queue with several main processes replaces one after the other. With --app the "
+    "new definitions are read first. If that fails, nothing is stopped. Then new queues are opened, changed options "
+    "and schedules take effect, and schedules that the app no longer has are removed. A queue that it no longer has "
+    "keeps its jobs; nothing serves it.",
     examples=["restart mails  # load new code", "restart --app shop  # after a deploy"],
     json=IMPORTED.format("queue.restart").replace(";", ", or with --app of `app.restart`;"),
     exits={4: "no such queue or app"},

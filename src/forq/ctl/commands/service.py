@@ -15,6 +15,7 @@ from forq.ctl.output import (
     print_result,
     print_table,
     printable,
+    role_text,
     running_jobs_text,
     short_duration,
 )
@@ -225,7 +226,7 @@ def _print_processes(queue: dict[str, Any]) -> None:
         ("ROLE", "PID", "STATE", "JOB", "UPTIME", "RESTARTS", *(("PROGRESS",) if has_progress else ())),
         [
             (
-                child["role"],
+                role_text(child, queue["children"]),
                 child["pid"],
                 child["state"],
                 child["job"],

@@ -151,7 +151,7 @@ _shtab_forqctl___json_nargs=0
 
 
 # Custom Preamble
-_forqctl_options() { compgen -W "max_items= max_data= stop_grace= concurrency= max_jobs= max_age= max_memory= memory_limit= pids_limit= address_limit= open_files_limit= nice= size= priority= timeout= max_timeouts= max_stalls= max_retries= min_backoff= max_backoff= jitter= retry_lane_retries= fail_max_retries= fail_min_backoff= fail_max_backoff= fail_timeout= fail_size= rate= burst= max_active= keep_done= done_max= dead_max= dead_ttl= dedup_ttl= journal= journal_max= release_interval= release_retries= retry_interval= lease= item_timeout=" -- "$1"; }
+_forqctl_options() { compgen -W "max_items= max_data= stop_grace= processes= concurrency= max_jobs= max_age= max_memory= memory_limit= pids_limit= address_limit= open_files_limit= nice= size= priority= timeout= max_timeouts= max_stalls= max_retries= min_backoff= max_backoff= jitter= retry_lane_retries= fail_max_retries= fail_min_backoff= fail_max_backoff= fail_timeout= fail_size= rate= burst= max_active= keep_done= done_max= dead_max= dead_ttl= dedup_ttl= journal= journal_max= release_interval= release_retries= retry_interval= lease= item_timeout=" -- "$1"; }
 # End Custom Preamble
 
 # $1=COMP_WORDS[1]
