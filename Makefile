@@ -157,6 +157,9 @@ fire: tools ## 50,000 dispatches of 100 ids and 10,000 permanent failures while 
 	FORQ_TEST_DISPATCHES=50000 FORQ_TEST_FAILURES=10000 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_singletons_under_kills.py
 
+deploys: tools ## 20 restarts, three of them with broken code, while 500 jobs a second arrive: none is interrupted, lost or delayed
+	FORQ_TEST_DEPLOYS=20 FORQ_TEST_PER_SECOND=500 $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_deploys.py
+
 releases: tools ## 1,000 awaiters, 20,000 releases while processes are killed, 10,000 items that expire (SEED=n)
 	FORQ_TEST_AWAITED=1000 FORQ_TEST_RELEASES=20000 FORQ_TEST_AGING=10000 FORQ_TEST_LATE=0.2 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_releases.py
@@ -224,6 +227,9 @@ bench-drain: tools ## drain rate of one worker process against RQ, Huey and Dram
 
 bench-tasks: tools ## a typed task against a plain handler, and against Taskiq, Dramatiq and Celery; fails if the task is too slow
 	$(BIN)/python benchmarks/tasks.py
+
+bench-cores: tools ## jobs that compute: one process of a queue, one per CPU, and a multiprocessing pool
+	$(BIN)/python benchmarks/cores.py
 
 bench-layouts: tools ## four layouts of job records in Redis, compared
 	$(BIN)/python benchmarks/layouts.py
