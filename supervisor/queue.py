@@ -58,12 +58,14 @@ class Change:
 
 @dataclass
 class _Rollout:
-    """A restart under way. `steps`: entries that are still to be replaced; `change`: until Redis has accepted it."""
+    """A restart under way. `steps`: entries that are still to be replaced; `change`: until Redis has accepted it;
+    `helpers`: those with the old code."""
 
     seconds: float
     done: Done
     change: Change | None
     steps: list[list[_ProcessEntry]]
+    helpers: list[QueueProcess]
     step: list[_ProcessEntry] = field(default_factory=list)
     replaced: int = 0
 
@@ -266,7 +268,7 @@ class ServedQueue:
             return
         first = [entry for entry in self._entries if entry.member.number == 1]
         others = [[entry] for entry in self._entries if entry.member.number > 1]
-        self._rollout = _Rollout(seconds, then, change, [first, *others])
+        self._rollout = _Rollout(seconds, then, change, [first, *others], list(self._helpers.processes))
         self._next_step(self._rollout)
 
     def _next_step(self, rollout: _Rollout) -> None:
@@ -333,15 +335,20 @@ class ServedQueue:
         for entry in rollout.step:
             self._exchange(entry, successors.take(entry.member, self))
         self._survivors |= successors.survivors
+        for helper in rollout.helpers:
+            helper.child.stop(float(self.options["stop_grace"]))
+        rollout.helpers = []
         rollout.replaced += sum(entry.role == Role.MAIN for entry in rollout.step)
         self._next_step(rollout)
 
     def _exchange(self, entry: _ProcessEntry, process: QueueProcess | None) -> None:
         """Puts a process that has joined in the place of the old one, which stops after its jobs."""
+        if process is not None and (process.retiring or entry not in self._entries):
+            # It was replaced while others joined, or fewer processes are wanted by now.
+            self._retiring.append(process)
+            process.retire()
+            process = None
         if entry not in self._entries:
-            if process is not None:
-                self._retiring.append(process)
-                process.retire()
             return
         old, entry.process = entry.process, process
         entry.respawn.forget()
@@ -601,8 +608,9 @@ class ServedQueue:
     ) -> None:
         """Respawns or gives up after an unexpected death. `code`: the announced exit code, if any."""
         name, role = self.spec.name, entry.role.name.lower()
-        if code == ExitCode.CONFIG and (process.stale or self._main_is_ready()):
-            # The others still run older code. A restart, or the old files, end this.
+        joining = self._successors is not None and self._successors.imported
+        if code == ExitCode.CONFIG and (process.stale or joining or self._main_is_ready()):
+            # Others run older code, or newer code that can be imported. A restart, or the old files, end this.
             delay = entry.respawn.delay_after_death(0.0)
             log.error(
                 "cannot start child queue=%s child=%s retry_in=%.2fs reason=%s",

@@ -16,6 +16,7 @@ from tests.chaos.process_faults import (
     kill_service,
     kill_supervisor,
     partition,
+    restart_queue,
     zombie,
 )
 from tests.chaos.producer import MISDEEDS
@@ -33,6 +34,7 @@ from tests.chaos.stage import Stage
 FAULTS: dict[str, tuple[float, Fault]] = {
     "kill_child": (40, kill_child),
     "kill_job": (30, kill_job),
+    "restart_queue": (20, restart_queue),
     "kill_pulse": (6, partial(kill_service, "pulse")),
     "kill_clerk": (4, partial(kill_service, "clerk")),
     "kill_scribe": (4, partial(kill_service, "scribe")),

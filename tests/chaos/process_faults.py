@@ -14,7 +14,7 @@ from tests.chaos.crash_points import CRASH_POINTS
 from tests.chaos.ground import append
 from tests.chaos.hit import Hit
 from tests.chaos.producer import COROUTINES, ONCE
-from tests.chaos.stage import EXPIRY_SECONDS, Stage, Supervisor
+from tests.chaos.stage import EXPIRY_SECONDS, QUEUES, Stage, Supervisor
 
 # Lines of the trace: recently running jobs.
 _RECENT_BYTES = 20_000
@@ -158,6 +158,22 @@ def kill_job(stage: Stage, chance: random.Random) -> Hit | None:
     finally:
         stage.release(supervisor.name)
     return Hit(f"{queue}, {'returned' if retry else 'cancelled'}")
+
+
+def restart_queue(stage: Stage, chance: random.Random) -> Hit | None:
+    """Deploys: new processes join while the old ones run jobs. Other faults hit both."""
+    supervisor = stage.any_supervisor(chance)
+    if supervisor is None or not stage.take(supervisor.name):
+        return None
+    queue = chance.choice(QUEUES)
+    try:
+        supervisor.call("queue.restart", name=queue, wait=2)
+    except ForqError:
+        # A fault hit the new processes: the old ones stay.
+        return None
+    finally:
+        stage.release(supervisor.name)
+    return Hit(queue)
 
 
 def zombie(stage: Stage, chance: random.Random) -> Hit | None:

@@ -39,8 +39,8 @@ _SETTINGS = f"""
 heartbeat = "300ms"
 expiry = "{EXPIRY_SECONDS}s"
 """
-# The journal keeps everything for the audit; `plain` keeps no done job, `crowd` runs several in one process, and
-# `coroutines` on one event loop.
+# The journal keeps everything for the audit; `plain` keeps no done job, `kept` has two main processes, `crowd` runs
+# several jobs in one process, and `coroutines` on one event loop.
 _QUEUE = """
 [queues.{name}]
 handler = "chaotic:{handler}"
@@ -61,7 +61,7 @@ dead_max = 1000000
 {more}
 """
 _MORE = {
-    "kept": 'keep_done = "1d"',
+    "kept": 'keep_done = "1d"\nprocesses = 2',
     "crowd": 'keep_done = "1d"\nconcurrency = 3',
     COROUTINES: 'keep_done = "1d"\nconcurrency = 3',
     "plain": "retry_lane_retries = 1",

@@ -351,6 +351,35 @@ def test_a_new_process_that_dies_after_it_has_joined_is_replaced(stage: Stage) -
     assert stage.children[4].name == "q main"
 
 
+def test_an_old_process_that_cannot_import_its_code_does_not_stop_new_ones_that_join(stage: Stage) -> None:
+    stage.start()
+    results = stage.restart()
+    stage.import_all()
+    for old in stage.children[:2]:
+        old.receive(exiting=ExitCode.CONFIG, reason="syntax error")
+        old.die(Exit(ExitCode.CONFIG, None))
+    assert stage.queue.config_error is None
+    for new in stage.children[2:]:
+        new.receive(ready=0)
+    assert results == [None]
+    assert (stage.queue.state, stage.queue.restart_error) == ("running", None)
+    stage.loop.run(60.0)
+    assert len(stage.children) == 4, "the old ones are not respawned"
+
+
+def test_a_new_process_that_wants_to_be_replaced_while_another_joins_gets_a_successor(stage: Stage) -> None:
+    stage.start()
+    results = stage.restart()
+    stage.import_all()
+    stage.children[2].receive(ready=0)
+    stage.children[2].receive(replace="max_jobs")
+    stage.children[3].receive(ready=0)
+    assert results == [None]
+    assert stage.alive() == ["q retry", "q main"]
+    stage.children[2].die(STOPPED)
+    assert len(stage.children) == 5
+
+
 def test_restarts_requested_during_a_restart_share_the_next_one(stage: Stage) -> None:
     """Their code may be newer than the code that the first one has imported."""
     stage.start()
