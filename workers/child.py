@@ -85,49 +85,63 @@ def run_child(settings: ChildSettings, leash: socket.socket) -> int:
     send_to_supervisor(leash, {"stack_fd": enable_stack_dumps()})
     if settings.held:
         setproctitle(f"forq: {settings.name} (next) importing")
+    application = Application(settings, leash)
     try:
         apply_resource_limits(settings.options)
-        handlers = load_handlers(settings.spec, (settings.context.tree_lock_fd,))
-        fail_handler = load_fail_handler(settings.spec, (settings.context.tree_lock_fd,))
-        event_loop = EventLoop()
-        lifespans = _enter_lifespans(handlers, event_loop, leash)
+        # A retry process imports it when it has work.
+        if settings.role != Role.RETRY:
+            application.load()
     except ConfigError as exc:
-        code = ExitCode.FAILED if isinstance(exc, LifespanFailed) else ExitCode.CONFIG
-        _announce_failure(leash, code, exc)
-        return code
+        return _announce_failure(leash, exc)
     if settings.held:
         setproctitle(f"forq: {settings.name} (next) imported, waiting")
         send_to_supervisor(leash, {"imported": True})
         if not minder.wait_to_begin():
-            if lifespans is not None:
-                lifespans.leave()
+            application.leave()
             send_to_supervisor(leash, {"exiting": ExitCode.STOPPED, "reason": ""})
             return ExitCode.STOPPED
-    return _WorkerPool(settings, leash, minder, event_loop, lifespans).run(handlers, fail_handler)
+    return _WorkerPool(settings, leash, minder, application).run()
 
 
-def _enter_lifespans(handlers: Handlers, event_loop: EventLoop, leash: socket.socket) -> Lifespans | None:
-    """Raises LifespanFailed. None: there are none."""
-    found = [each for app in handlers.apps for each in app.lifespans]
-    if not found:
-        return None
+class Application:
+    """The code that the jobs of a process run: its handlers, and the lifespans of its apps."""
 
-    def give_up(failed: LifespanFailed) -> None:
-        _announce_failure(leash, ExitCode.FAILED, failed)
-        os._exit(ExitCode.FAILED)
+    def __init__(self, settings: ChildSettings, leash: socket.socket) -> None:
+        self._settings = settings
+        self._leash = leash
+        self.handlers = Handlers({})
+        self.fail_handler: Handlers | None = None
+        self.event_loop = EventLoop()
+        self.lifespans: Lifespans | None = None
 
-    lifespans = Lifespans(found, event_loop, give_up)
-    lifespans.enter()
-    return lifespans
+    def load(self) -> None:
+        """Imports the handlers and enters the lifespans. Raises ConfigError."""
+        inherited = (self._settings.context.tree_lock_fd,)
+        self.handlers = load_handlers(self._settings.spec, inherited)
+        self.fail_handler = load_fail_handler(self._settings.spec, inherited)
+        if found := [each for app in self.handlers.apps for each in app.lifespans]:
+            lifespans = Lifespans(found, self.event_loop, self._give_up)
+            lifespans.enter()
+            self.lifespans = lifespans
+
+    def leave(self) -> None:
+        if self.lifespans is not None:
+            self.lifespans.leave()
+
+    def _give_up(self, failed: LifespanFailed) -> None:
+        os._exit(_announce_failure(self._leash, failed))
 
 
-def _announce_failure(leash: socket.socket, code: int, exc: ConfigError) -> None:
+def _announce_failure(leash: socket.socket, exc: ConfigError) -> int:
+    """Tells the supervisor why the process exits; returns the exit code."""
+    code = ExitCode.FAILED if isinstance(exc, LifespanFailed) else ExitCode.CONFIG
     trace = exc.traceback if isinstance(exc, CannotImport) else None
     if isinstance(exc, LifespanFailed):
         log.error("%s\n%s", exc, trace or "")
     reason = safe_text(exc.__str__)[:MAX_REASON]
     stale = isinstance(exc, CodeChanged)
     send_to_supervisor(leash, {"exiting": code, "reason": reason, "traceback": trace, "stale": stale})
+    return code
 
 
 def _redirect_output(settings: ChildSettings) -> None:
@@ -164,8 +178,7 @@ class _WorkerPool:
         settings: ChildSettings,
         leash: socket.socket,
         minder: Minder,
-        event_loop: EventLoop,
-        lifespans: Lifespans | None = None,
+        application: Application,
     ) -> None:
         self._settings = settings
         self._leash = leash
@@ -176,8 +189,9 @@ class _WorkerPool:
         self._progress = ProgressSender(settings.context.url, settings.context.prefix)
         self._tracing = _start_tracing(settings)
         self._job_log = JobLog()
-        self._event_loop = event_loop
-        self._lifespans = lifespans
+        self._application = application
+        # The application could not be loaded; the supervisor knows the reason.
+        self._cannot_load = False
         # Slots of the workers that have not ended.
         self._serving = set(settings.slots)
         self._loops: list[Loop] = []
@@ -187,8 +201,9 @@ class _WorkerPool:
         self._ready = 0
         self._lock = threading.Lock()
 
-    def run(self, handlers: Handlers, fail_handler: Handlers | None) -> int:
+    def run(self) -> int:
         name, mode = self._settings.spec.name, self._settings.spec.mode
+        handlers, fail_handler = self._application.handlers, self._application.fail_handler
         if mode == "auto_release":
             self._loops = [self._release_loop(self._slots[0])]
         elif mode in ("on_request", "external"):
@@ -202,7 +217,7 @@ class _WorkerPool:
             assert fail_handler is not None
             self._loops = [self._fail_loop(self._slots[0], fail_handler, kind=HelperLoop)]
         else:
-            self._loops = [self._retry_loop(self._slots[0], handlers, fail_handler)]
+            self._loops = [self._retry_loop(self._slots[0])]
         self._minder.watch(self._loops, self._grants, self._recycling, self._send)
         if len(self._loops) == 1:
             self._run_loop(self._loops[0])
@@ -212,15 +227,16 @@ class _WorkerPool:
                 thread.start()
             for thread in threads:
                 thread.join()
-        if self._lifespans is not None:
-            self._lifespans.leave()
+        if self._application.lifespans is not None:
+            self._application.leave()
             self._send({"left": self._last_to_leave})
-        self._event_loop.close()
+        self._application.event_loop.close()
         self._job_log.close()
         if self._tracing is not None:
             self._tracing.close()
         # Last. A handler may exit with the same code, so the supervisor trusts only this message.
-        self._send({"exiting": self._code, "reason": self._reason})
+        if not self._cannot_load:
+            self._send({"exiting": self._code, "reason": self._reason})
         return self._code
 
     def _run_loop(self, loop: Loop) -> None:
@@ -233,6 +249,9 @@ class _WorkerPool:
             self._fail(ExitCode.FENCED, exc)
         except IncompatibleProtocol as exc:
             self._fail(ExitCode.INCOMPATIBLE, exc)
+        except ConfigError as exc:
+            self._cannot_load = True
+            self._fail(_announce_failure(self._leash, exc), exc)
         except BaseException as exc:  # a bug in forq, or an exception that a handler's thread raised in this one
             log.exception("worker failed queue=%s", loop.queue)
             self._fail(ExitCode.FAILED, exc)
@@ -245,7 +264,7 @@ class _WorkerPool:
         with self._lock:
             self._serving.discard(number)
             last = not self._serving
-        if last and self._lifespans is not None:
+        if last and self._application.lifespans is not None:
             # The supervisor kills the process a few seconds after all have left. So the last one is reported when the
             # lifespans have ended.
             self._last_to_leave = number
@@ -342,21 +361,35 @@ class _WorkerPool:
 
     def _attempt_runner(self, slot: Slot, handlers: Handlers) -> AttemptRunner:
         name = self._settings.spec.name
-        return AttemptRunner(name, handlers, slot, self._progress.reporter(slot, name), self._tracing, self._event_loop)
+        return AttemptRunner(
+            name, handlers, slot, self._progress.reporter(slot, name), self._tracing, self._application.event_loop
+        )
 
     def _fail_loop(
         self, slot: Slot, fail: Handlers, numbers: TurnNumbers | None = None, kind: type[WorkerLoop] = WorkerLoop
     ) -> WorkerLoop:
-        name = self._settings.spec.name
-        fails = fail_queue(name)
-        reporter = self._progress.reporter(slot, fails)
-        attempts = FailAttemptRunner(name, fail, slot, reporter, self._tracing, self._event_loop)
-        return self._worker_loop(slot, attempts, numbers=numbers, queue=fails, kind=kind)
+        attempts = self._fail_attempt_runner(slot, fail)
+        return self._worker_loop(slot, attempts, numbers=numbers, queue=fail_queue(self._settings.spec.name), kind=kind)
 
-    def _retry_loop(self, slot: Slot, handlers: Handlers, fail: Handlers | None) -> RetryLoop:
-        numbers = TurnNumbers()
-        lane = self._worker_loop(slot, self._attempt_runner(slot, handlers), numbers=numbers)
-        return RetryLoop(lane, None if fail is None else self._fail_loop(slot, fail, numbers))
+    def _fail_attempt_runner(self, slot: Slot, fail: Handlers) -> FailAttemptRunner:
+        name = self._settings.spec.name
+        reporter = self._progress.reporter(slot, fail_queue(name))
+        return FailAttemptRunner(name, fail, slot, reporter, self._tracing, self._application.event_loop)
+
+    def _retry_loop(self, slot: Slot) -> RetryLoop:
+        numbers, none = TurnNumbers(), Handlers({})
+        lane = self._worker_loop(slot, self._attempt_runner(slot, none), numbers=numbers)
+        has_fails = self._settings.spec.fail_handler is not None
+        fails = self._fail_loop(slot, none, numbers) if has_fails else None
+
+        def import_handlers() -> None:
+            self._application.load()
+            lane.use(self._attempt_runner(slot, self._application.handlers))
+            if fails is not None:
+                assert self._application.fail_handler is not None
+                fails.use(self._fail_attempt_runner(slot, self._application.fail_handler))
+
+        return RetryLoop(lane, fails, import_handlers)
 
     def _release_loop(self, slot: Slot) -> ReleaseLoop:
         settings, context = self._settings, self._settings.context

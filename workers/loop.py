@@ -523,6 +523,11 @@ class WorkerLoop:
         words[STATE] = state
         self.slot.job = b""
 
+    def use(self, attempts: AttemptRunner) -> None:
+        """Runs jobs with these handlers from the next turn on. Called before the first turn."""
+        self._attempts = attempts
+        attempts.stopping = self._stop.is_set
+
     def lane_may_have_jobs(self) -> bool:
         """Whether the retry lane may have jobs. True if Redis does not answer."""
         try:

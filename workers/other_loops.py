@@ -23,11 +23,17 @@ log = logging.getLogger("forq")
 
 class RetryLoop:
     """Serves two queues with one slot and one count of turns: the queue (its retry lane) and its fail queue. Blocks on
-    one list, `failed`, into which scripts push a token when there may be a job for it."""
+    one list, `failed`, into which scripts push a token when there may be a job for it.
 
-    def __init__(self, lane: WorkerLoop, fails: WorkerLoop | None) -> None:
+    `import_handlers` is called before the first turn that may claim a job: most retry processes never have one, and the
+    memory of an application would be used twice.
+    """
+
+    def __init__(self, lane: WorkerLoop, fails: WorkerLoop | None, import_handlers: Callable[[], None]) -> None:
         self._lane = lane
+        self._fails = fails
         self._loops = [lane] if fails is None else [fails, lane]
+        self._import_handlers = import_handlers
 
     @property
     def slot(self) -> Slot:
@@ -62,10 +68,24 @@ class RetryLoop:
         """Serving a batch takes capacity. Fail jobs must not wait while an empty lane requests some."""
         return loop is not self._lane or len(self._loops) == 1 or loop.lane_may_have_jobs()
 
+    def _may_have_first_job(self) -> bool:
+        """False if Redis does not answer: then the wait reconnects."""
+        try:
+            return self._lane.consumer.lane_has_jobs() or (
+                self._fails is not None and self._fails.consumer.queue_has_jobs()
+            )
+        except RedisUnavailable:
+            return False
+
     def run(self, on_ready: Callable[[], None]) -> None:
         if not all(loop.join() for loop in self._loops):
             return
         on_ready()
+        while not self.stopping and not self._may_have_first_job():
+            self._lane.wait_for_work()
+        if not self.stopping:
+            self.slot.words[STATE] = State.STARTING
+            self._import_handlers()
         while not self.stopping:
             served = next((loop for loop in self._loops if self._has_work(loop) and loop.serve_batch()), None)
             if served is not None:

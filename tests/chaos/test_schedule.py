@@ -34,7 +34,5 @@ def test_faults_are_named_with_commas_and_rates() -> None:
 
 @pytest.mark.parametrize("text", ["zombi", "zombie:x", "zombie,"])
 def test_an_unknown_fault_is_refused_with_the_list_of_known_ones(text: str) -> None:
-    with pytest.raises(
-        ValueError, match=r"is not allowed: NAME or NAME:PER_MINUTE, of kill_child, kill_job"
-    ):
+    with pytest.raises(ValueError, match=r"is not allowed: NAME or NAME:PER_MINUTE, of kill_child, kill_job"):
         faults_of(text)

@@ -143,6 +143,10 @@ class Consumer:
         """Whether the retry lane or the suspects hold anything (stale hints count)."""
         return bool(self.link.call("EXISTS", *self._retry_lane_keys))
 
+    def queue_has_jobs(self) -> bool:
+        """Whether the queue has any job: waiting, scheduled or active."""
+        return bool(self.link.call("EXISTS", f"{self._base}:jobs"))
+
     def wait_for_job(self) -> bool:
         """Blocks until there may be a job (True; in the main lane its id is in the processing list) or time is up."""
         if self.lane == "main":
