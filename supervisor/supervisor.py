@@ -54,7 +54,6 @@ class Supervisor:
         self.apps.start()
         for signum in (signal.SIGTERM, signal.SIGINT):
             self.loop.on_signal(signum, lambda: self.stop(now=self.stopping))
-        self.loop.on_signal(signal.SIGHUP, self._refuse_reload)
         self._check_server()
 
     def stop(self, *, now: bool = False) -> None:
@@ -64,6 +63,12 @@ class Supervisor:
         self.stopping = True
         self.apps.stop()
         self.queues.stop(self._stop_services, now=now)
+
+    def use_config(self, config: Config) -> None:
+        """The apps, queues and schedules of a changed config file. The settings of the services stay."""
+        self.config = config
+        self.queues.use_config(config)
+        self.apps.use_config(config)
 
     def fail(self, code: int, message: str) -> None:
         """Stops at once with this exit code."""
@@ -192,6 +197,3 @@ class Supervisor:
         if state["ok"]:
             return "Redis ok"
         return f"Redis is down: {state['error']}" if state["error"] else "Redis not reached yet"
-
-    def _refuse_reload(self) -> None:
-        log.warning("SIGHUP ignored: settings are read at start only; restart forq to change them")

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 from collections.abc import Iterator
 
 import psutil
@@ -165,13 +164,6 @@ def test_delete_needs_force_for_jobs_and_logs_what_it_drops(forq: Forq) -> None:
     forq.create("doomed", "record")
     again = forq.ctl("push", "doomed", "1")
     wait_until(lambda: [t for t in forq.traces("end") if t.job == again])
-
-
-@pytest.mark.spec("N25")
-def test_sighup_reports_that_settings_are_read_only_at_start(forq: Forq) -> None:
-    os.kill(forq.pid, signal.SIGHUP)
-    wait_until(lambda: "settings are read at start only" in forq.log)
-    assert forq.status()["supervisor"]["pid"] == forq.pid
 
 
 @pytest.mark.spec("R6")
