@@ -265,9 +265,13 @@ class _Planning:
             self._add(f"queue {name}", "queue", name, None, None, _code_of(spec), effect, note)
             self.changes += [replace(each, effect=effect, note=note) for each in schedules]
             return
+        declaration = self._changed_declaration(name)
+        if live == spec and not schedules and not declaration:
+            # The usual case, without comparing each option of hundreds of queues.
+            return
         options = self._changed_options(live, spec)
-        own = [*self._new_declaration(name), *self._changed_code(live, spec), *options, *schedules]
-        error = self._obstacle(live, spec)
+        own = [*declaration, *self._changed_code(live, spec), *options, *schedules]
+        error = self._obstacle(live, spec) if own else None
         if error is not None:
             own = [replace(each, effect=REFUSED, note=str(error)) for each in own]
         self.changes += own
@@ -304,11 +308,15 @@ class _Planning:
     ) -> None:
         self.changes.append(Change(kind, name, key, old, new, effect, note, (step,)))
 
-    def _new_declaration(self, name: str) -> list[Change]:
-        if name in self.applied or name not in self.in_file:
+    def _changed_declaration(self, name: str) -> list[Change]:
+        """Whether the file defines it, besides what it defines."""
+        if name in self.served.saved:
+            note = "no longer in the file; defined by forqctl create again"
+        elif name in self.in_file and name not in self.applied:
+            where = "by another supervisor" if name in self.served.found else "with forqctl create"
+            note = f"was created {where}; now the file defines it"
+        else:
             return []
-        where = "by another supervisor" if name in self.served.found else "with forqctl create"
-        note = f"was created {where}; now the file defines it"
         return [Change("queue", name, None, None, None, LIVE, note, (f"queue {name}",))]
 
     def _changed_code(self, live: QueueSpec, spec: QueueSpec) -> list[Change]:
@@ -421,7 +429,8 @@ def _shown_schedule(schedule: Schedule | None, fields: list[str]) -> str | None:
     if schedule is None:
         return None
     texts = [f"{name} = {_shown(getattr(schedule, name))}" for name in fields if name != "rule"]
-    return ", ".join([str(schedule.rule), *texts] if "rule" in fields else texts)
+    rule = str(schedule.rule) if schedule.rule.zone == "UTC" else f"{schedule.rule} ({schedule.rule.zone})"
+    return ", ".join([rule, *texts] if "rule" in fields else texts)
 
 
 def _shown(value: Any) -> str | None:

@@ -384,8 +384,11 @@ def test_queues_made_with_create_stay_until_the_file_names_them(forq: Forq) -> N
     assert nothing_left(forq)
     # Removed from the file again, it is what forqctl created, as after a restart.
     forq.config.write_text(table("q"))
-    [change] = forq.call("config.plan")["changes"]
-    assert (change["key"], change["old"], change["new"]) == ("timeout", "4s", "3s")
+    changes = forq.call("config.plan")["changes"]
+    assert [(change["key"], change["old"], change["new"]) for change in changes] == [
+        (None, None, None),
+        ("timeout", "4s", "3s"),
+    ]
     forq.ctl("apply", "--yes")
     assert nothing_left(forq)
     assert pids(forq) == before
