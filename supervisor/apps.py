@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from forq.app_spec import AppSpec, Definitions
+from forq.app_spec import AppSpec, Definitions, configured
 from forq.errors import CannotImport, ConfigError, ForqError, RedisUnavailable, UnknownApp
 from forq.procs.backoff import Backoff
 from forq.procs.loop import Loop, Timer
@@ -237,7 +237,7 @@ class Apps:
             app.was_read = True
             app.files = result.files if result.definitions is not None else app.files | result.files
             if not self._stopping:
-                then(result)
+                then(self._with_current_options(app, result))
                 for call in self.on_read:
                     call(app)
             self._changed()
@@ -255,6 +255,16 @@ class Apps:
         except OSError as exc:
             error = CannotImport(f"app {app.label!r} cannot be read: cannot start a process: {exc}")
             done(CensusResult(None, error, frozenset()))
+
+    def _with_current_options(self, app: ServedApp, result: CensusResult) -> CensusResult:
+        """Another config file may have been applied while the app was being read."""
+        if result.definitions is None or result.definitions.of_code is None:
+            return result
+        try:
+            definitions = configured(result.definitions.of_code, app.spec, self._config.overrides)
+        except ForqError as exc:
+            return replace(result, definitions=None, error=CannotImport(str(exc)))
+        return replace(result, definitions=definitions)
 
     def _read_at_start(self, app: ServedApp, result: CensusResult) -> None:
         error = result.error or self._conflict(app, result.definitions)

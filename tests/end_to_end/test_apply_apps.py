@@ -179,6 +179,54 @@ def test_an_app_from_another_path_is_read_first(tmp_path: Path) -> None:
         assert nothing_left(forq)
 
 
+def test_new_code_needs_a_restart_of_its_app(tmp_path: Path) -> None:
+    shop = write_shop(tmp_path)
+    with running_in(Path("/"), settings=shop) as forq:
+        for name in ("mails", "bills"):
+            wait_for_queue(forq, name)
+        wait_until_running(forq, "mails", "bills")
+        before = pids(forq)
+        (tmp_path / "shop_tasks.py").write_text(SHOP.replace("to: str", "to: str, at: int = 0"))
+        text = shop + "[queues.mails]\nconcurrency = 2\n[queues.bills]\npriority = 1\n"
+        result = apply(forq, text, code=1)
+        assert "run: forqctl restart --app shop" in result["failed"][0]["message"]
+        assert effects(result["applied"]) == {"queue bills priority": "live"}
+        assert pids(forq) == before
+        forq.ctl("restart", "--app", "shop")
+        assert nothing_left(forq)
+        assert result_of(forq, "mails", "send", to="you", at=1) == "sent to you"
+
+
+def test_a_handler_with_the_hooks_of_an_app_follows_its_path(tmp_path: Path) -> None:
+    old, new = tmp_path / "old", tmp_path / "new"
+    shop = write_shop(old)
+    write_shop(new)
+    for directory in (old, new):
+        (directory / "legacy.py").write_text(f"def handle(data, job):\n    return {directory.name!r}\n")
+    plain = '[queues.plain]\nhandler = "legacy:handle"\napp = "shop"\nkeep_done = "1h"\n'
+    with running_in(Path("/"), settings=shop + plain) as forq:
+        for name in ("mails", "bills", "plain"):
+            wait_for_queue(forq, name)
+        apply(forq, app_table(new) + plain)
+        jobs = forq.client().queue("plain")
+        assert jobs.wait(jobs.enqueue({}), 30) == "new"
+        assert nothing_left(forq)
+
+
+def test_a_file_that_is_applied_while_an_app_is_being_read_is_used(tmp_path: Path) -> None:
+    gate = tmp_path / "gate"
+    shop = write_shop(tmp_path)
+    waiting = f"import os, time\nwhile not os.path.exists({str(gate)!r}): time.sleep(0.01)\n"
+    (tmp_path / "shop_tasks.py").write_text(waiting + SHOP)
+    with running_in(Path("/"), settings=shop + table("plain")) as forq:
+        text = shop + table("plain", priority=1) + "[queues.mails]\npriority = 2\n"
+        assert effects(apply(forq, text)["applied"]) == {"queue plain priority": "live"}
+        gate.touch()
+        for name in ("mails", "bills"):
+            wait_for_queue(forq, name)
+        assert nothing_left(forq)
+
+
 def test_a_queue_moves_from_a_removed_app_to_another_and_to_the_file(tmp_path: Path) -> None:
     shop = write_shop(tmp_path)
     (tmp_path / "store_tasks.py").write_text(STORE.replace("parcels", "mails"))
