@@ -41,8 +41,8 @@ from forq.supervisor.supervisor import Supervisor
 
 log = logging.getLogger("forq")
 
-# The parent parses the file itself: a larger one would stop its loop for too long.
-MAX_FILE_BYTES = 1 << 20
+# The parent parses the file itself: a larger one would stop its loop for more than half a second.
+MAX_FILE_BYTES = 512 << 10
 
 Done = Callable[[ForqError | None], None]
 

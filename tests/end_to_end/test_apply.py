@@ -313,8 +313,8 @@ def test_what_could_block_the_supervisor_is_refused(forq: Forq, tmp_path: Path, 
     elif kind == "fifo":
         os.mkfifo(path)
     elif kind == "large":
-        path.write_text("#" * (1 << 20) + "#")
-    with pytest.raises(ConfigError, match=f"^{path}: (cannot be read: No such file|not a file|larger than 1048576)"):
+        path.write_text("#" * (512 << 10) + "#")
+    with pytest.raises(ConfigError, match=f"^{path}: (cannot be read: No such file|not a file|larger than 524288)"):
         forq.call("config.plan", file=str(path))
 
 
