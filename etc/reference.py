@@ -51,7 +51,7 @@ ABOUT_FORQ = (
 )
 SIGNALS = {
     "TERM, INT": "running jobs get stop_grace to finish, then everything is stopped; a second signal kills at once",
-    "HUP": "ignored: settings are read only at start",
+    "HUP": "applies the config file as forqctl apply does, without asking; the log has the result",
 }
 FILES = {
     "/etc/forq/forq.toml": "settings, unless --config or FORQ_CONFIG names another file",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from forq.app_spec import AppSpec, Definitions
+from forq.app_spec import AppSpec, Definitions, configured
 from forq.errors import CannotImport, ConfigError, ForqError, RedisUnavailable, UnknownApp
 from forq.procs.backoff import Backoff
 from forq.procs.loop import Loop, Timer
@@ -119,13 +119,16 @@ class Apps:
         """Kills the processes that read apps."""
         self._stopping = True
         for app in self.all:
-            waiting, app.waiting = app.waiting, []
-            for _, then in waiting:
-                then(ForqError(f"app {app.label!r} is not restarted: this supervisor is stopping"))
-            if app.timer is not None:
-                app.timer.cancel()
-            if app.census is not None:
-                app.census.cancel("this supervisor is stopping")
+            self._cancel(app, "this supervisor is stopping")
+
+    def _cancel(self, app: ServedApp, reason: str) -> None:
+        waiting, app.waiting = app.waiting, []
+        for _, then in waiting:
+            then(ForqError(f"app {app.label!r} is not restarted: {reason}"))
+        if app.timer is not None:
+            app.timer.cancel()
+        if app.census is not None:
+            app.census.cancel(reason)
 
     def find(self, name: object) -> ServedApp:
         for app in self.all:
@@ -139,6 +142,76 @@ class Apps:
         owner = self._queues.of_apps.get(queue)
         definitions = [app.definitions for app in self.all if owner is not None and app.name == owner.app]
         return definitions[0].tasks_overriding(queue, option) if definitions and definitions[0] is not None else []
+
+    def use_config(self, config: Config) -> None:
+        """The queues and overrides of a changed config file, for the next reading of each app."""
+        self._config = config
+
+    def add(self, spec: AppSpec, seconds: float, then: Restarted) -> None:
+        """Reads a new app and opens its queues. One that cannot be read is forgotten."""
+        app = ServedApp(spec)
+        self.all.append(app)
+
+        def added(answer: "dict[str, Any] | ForqError") -> None:
+            if app.definitions is None:
+                self.all.remove(app)
+            then(answer)
+
+        self.restart(app, seconds, added)
+
+    def change(self, app: ServedApp, spec: AppSpec, seconds: float, then: Restarted) -> None:
+        """Reads the app as `spec` configures it, and restarts its queues without options of `forqctl set`. If it cannot
+        be read, nothing changes."""
+        if app.census is not None or app.restarting:
+            raise ForqError(f"app {app.label!r} is being read or restarted; try again")
+        old, known, applied = app.spec, app.definitions, app.applied
+        app.spec = spec
+        app.applied = {name: queue.spec for name, queue in self._queues.by_name.items() if name in applied}
+
+        def changed(answer: "dict[str, Any] | ForqError") -> None:
+            if app.definitions is known:
+                app.spec, app.applied = old, applied
+            then(answer)
+
+        self.restart(app, seconds, changed)
+
+    def configure(self, app: ServedApp, spec: AppSpec, definitions: Definitions) -> None:
+        """Sets the options of a changed config file for code that is known. The caller changes the queues."""
+        app.spec, app.definitions = spec, definitions
+        app.specs = {queue.name: queue for queue in definitions.queues}
+
+    def note_applied(self, spec: QueueSpec) -> None:
+        for app in self.all:
+            if spec.name in app.specs:
+                app.applied[spec.name] = spec
+
+    def disown(self, app: ServedApp) -> None:
+        """Lets another app or the config file take over its queues, which are still served."""
+        for name in app.specs:
+            self._queues.of_apps.pop(name, None)
+
+    def own(self, app: ServedApp) -> None:
+        """The inverse of disown, for queues that nothing else has taken over."""
+        schedules = {} if app.definitions is None else app.definitions.schedules
+        for name in app.specs:
+            if not self._queues.is_declared(name):
+                self._queues.of_apps[name] = AppQueue(app.label, schedules.get(name, {}))
+
+    def remove(self, app: ServedApp, then: Callable[[], None]) -> None:
+        """Forgets an app after `disown`, and stops serving its queues, except those that were taken over."""
+        self.all.remove(app)
+        self._cancel(app, "its config file no longer has it")
+        left = {name for name in app.specs if name in self._queues.by_name and not self._queues.is_declared(name)}
+
+        def stopped(name: str) -> None:
+            left.discard(name)
+            if not left:
+                then()
+
+        for name in sorted(left):
+            self._queues.stop_serving(name, partial(stopped, name))
+        if not left:
+            then()
 
     def restart(self, app: ServedApp, seconds: float, then: Restarted) -> None:
         """Reads the new definitions, then opens new queues, restarts the others, and stops those that are gone.
@@ -164,7 +237,7 @@ class Apps:
             app.was_read = True
             app.files = result.files if result.definitions is not None else app.files | result.files
             if not self._stopping:
-                then(result)
+                then(self._with_current_options(app, result))
                 for call in self.on_read:
                     call(app)
             self._changed()
@@ -182,6 +255,16 @@ class Apps:
         except OSError as exc:
             error = CannotImport(f"app {app.label!r} cannot be read: cannot start a process: {exc}")
             done(CensusResult(None, error, frozenset()))
+
+    def _with_current_options(self, app: ServedApp, result: CensusResult) -> CensusResult:
+        """Another config file may have been applied while the app was being read."""
+        if result.definitions is None or result.definitions.of_code is None:
+            return result
+        try:
+            definitions = configured(result.definitions.of_code, app.spec, self._config.overrides)
+        except ForqError as exc:
+            return replace(result, definitions=None, error=CannotImport(str(exc)))
+        return replace(result, definitions=definitions)
 
     def _read_at_start(self, app: ServedApp, result: CensusResult) -> None:
         error = result.error or self._conflict(app, result.definitions)
@@ -276,7 +359,7 @@ class Apps:
             self._note_error(app, error, "restart failed;")
             then(_explained(app, error))
             self._end_restart(app)
-            if app.definitions is None and not app.restarting:
+            if app.definitions is None and not app.restarting and app in self.all:
                 self._read_later(app)
             return
         assert result.definitions is not None
@@ -361,6 +444,10 @@ class _Restart:
         for name in sorted(self._before):
             if name not in self._app.specs:
                 self._queues.of_apps.pop(name, None)
+                if self._queues.is_declared(name):
+                    # The config file defines it now.
+                    self._done(name, None)
+                    continue
                 self._unserved.append(name)
                 if name in self._queues.by_name:
                     self._queues.stop_serving(name, partial(self._done, name, None))

@@ -99,6 +99,11 @@ class Queues:
             stats=services.context.stats,
         )
 
+    def use_config(self, config: Config) -> None:
+        """The queues and schedules of a changed config file; queues that are served stay as they are."""
+        self._config = config
+        self._declared = frozenset(spec.name for spec in config.queues)
+
     def served(self) -> tuple[list[str], list[str]]:
         """Names of the served queues, and of those among them that have a fail queue."""
         served = [queue.spec for queue in self.by_name.values() if queue.wanted]
@@ -407,8 +412,11 @@ class Queues:
         return type(error)(f"{failed}: {error}{remains}")
 
     def redefine(self, queue: ServedQueue, changes: Mapping[str, Value]) -> None:
-        queue.spec = replace(queue.spec, options={**queue.spec.options, **changes})
-        queue.options = self._config.options_of(queue.spec)
+        self.set_definition(queue, replace(queue.spec, options={**queue.spec.options, **changes}))
+
+    def set_definition(self, queue: ServedQueue, spec: QueueSpec) -> None:
+        """For new processes. Running ones stay as they are; only their number may change."""
+        queue.spec, queue.options = spec, self._config.options_of(spec)
         queue.options_changed()
 
     def drop(self, name: str, then: Callable[[set[int]], None]) -> None:

@@ -20,8 +20,10 @@ from forq.errors import (
 from forq.job import new_id
 from forq.queue_spec import QueueSpec
 from forq.settings import AUTO_RELEASE, ON_REQUEST, OPTIONS, SHARED_MODES, parse_options
+from forq.supervisor.apply import ConfigChanges
 from forq.supervisor.config import capacity_warning, check_size
 from forq.supervisor.control import Request
+from forq.supervisor.plan import Plan
 from forq.supervisor.process import QueueProcess
 from forq.supervisor.queue import ServedQueue
 from forq.supervisor.queues import Queues
@@ -231,8 +233,9 @@ MAX_IMPORT_SECONDS = 86400.0
 class Verbs:
     """All verbs. Those about Redis are forwarded to the clerk; the others are answered here."""
 
-    def __init__(self, supervisor: Supervisor) -> None:
+    def __init__(self, supervisor: Supervisor, changes: ConfigChanges) -> None:
         self._supervisor = supervisor
+        self._changes = changes
         self._queues = supervisor.queues
         self._services = supervisor.services
         self._clerk = supervisor.services.clerk
@@ -250,6 +253,8 @@ class Verbs:
             "why": self.why,
             "queue.restart": self.restart,
             "app.restart": self.restart_app,
+            "config.plan": lambda request: request.reply(self._plan(request).describe()),
+            "config.apply": self.apply,
             "ping": lambda request: request.reply({"pong": True, "pid": os.getpid()}),
             "version": lambda request: request.reply({"version": VERSION, "protocol": PROTOCOL}),
             "shutdown": self.shutdown,
@@ -325,12 +330,12 @@ class Verbs:
             raise QueueExists(f"queue {name!r} exists with mode {queue.spec.mode!r}; a queue's mode never changes")
         if (of_app := self._queues.of_apps.get(name)) is not None:
             raise QueueExists(
-                f"queue {name!r} is defined by app {of_app.app!r}: change its code, or [queues.{name}] of the config "
-                f"file, then run: forqctl restart --app {of_app.app}"
+                f"queue {name!r} is defined by app {of_app.app!r}: change its code, then run: forqctl restart --app "
+                f"{of_app.app}; or change [queues.{name}] of the config file, then run: forqctl apply"
             )
         if self._queues.is_declared(name):
             raise QueueExists(
-                f"queue {name!r} is defined in {self._supervisor.config.file}: change it there and restart"
+                f"queue {name!r} is defined in {self._supervisor.config.file}: change it there, then run: forqctl apply"
             )
 
         def opened(error: ForqError | None) -> None:
@@ -479,6 +484,22 @@ class Verbs:
         if seconds is None:
             raise UsageError("wait = false is not allowed: a restart always waits for the import")
         self._supervisor.apps.restart(app, seconds, _answer_to(request))
+
+    def _plan(self, request: Request) -> Plan:
+        file = request.params.get("file")
+        if file is not None and (not isinstance(file, str) or not os.path.isabs(file) or "\0" in file):
+            raise UsageError(f"file {shown(file)} is not allowed: an absolute path")
+        return self._changes.plan(file)
+
+    def apply(self, request: Request) -> None:
+        """Applies the plan with this hash, and nothing else."""
+        seconds = _import_seconds(request.params.get("wait", True))
+        if seconds is None:
+            raise UsageError("wait = false is not allowed: changed queues always wait for the import")
+        self._changes.check_idle()
+        plan = self._plan(request)
+        self._changes.check_hash(plan, request.params.get("hash"))
+        self._changes.apply(plan, seconds, request.reply)
 
     def shutdown(self, request: Request) -> None:
         now = bool(request.params.get("now"))

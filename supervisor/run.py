@@ -5,8 +5,9 @@ import grp
 import logging
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from setproctitle import setproctitle
@@ -18,6 +19,7 @@ from forq.procs.loop import Loop
 from forq.procs.treekill import become_subreaper
 from forq.queue_spec import QueueSpec
 from forq.supervisor import entry_points, systemd
+from forq.supervisor.apply import ConfigChanges
 from forq.supervisor.config import Config, capacity_warning, load
 from forq.supervisor.control import ControlServer, warn_of_few_descriptors
 from forq.supervisor.ownership import changeable_by, strict_modes
@@ -37,17 +39,32 @@ def run(overrides: Mapping[str, object]) -> int:
         systemd_input = systemd.take(os.environ, os.getpid())
         # The tree mark of a forq whose handler started this one: our processes must not look like its processes.
         os.environ.pop(orphans.VARIABLE, None)
-        config = load(overrides, os.environ)
+        # A copy: children inherit variables that are set later.
+        environ = dict(os.environ)
+        config = load(overrides, environ)
         configure(config.log_format, config.log_level, config.log_redact, blocking=False)
-        state = StateDir(config.state_dir, strict_modes=strict_modes(os.environ))
+        state = StateDir(config.state_dir, strict_modes=strict_modes(environ))
         state.lock(on_wait=lambda pids: log.warning("killing processes left by an earlier run pids=%s", pids))
-        return _serve(config, state, _specs(config, state), systemd_input)
+        read = partial(_read_again, overrides, environ)
+        return _serve(config, state, _specs(config, state), systemd_input, read)
     except ForqError as exc:
         print(f"forq: {exc}", file=sys.stderr)
         return exc.exit_code
 
 
-def _serve(config: Config, state: StateDir, specs: list[QueueSpec], systemd_input: systemd.SystemdInput) -> int:
+def _read_again(overrides: Mapping[str, object], environ: Mapping[str, str], file: Path) -> Config:
+    """The settings with this config file; those of the command line and the environment stay."""
+    return load({**overrides, "config": str(file)}, environ)
+
+
+def _serve(
+    config: Config,
+    state: StateDir,
+    specs: list[QueueSpec],
+    systemd_input: systemd.SystemdInput,
+    read: Callable[[Path], Config],
+) -> int:
+    started = config
     become_subreaper()
     # Prints where the loop hung when systemd's watchdog sends SIGABRT.
     faulthandler.enable()
@@ -66,7 +83,8 @@ def _serve(config: Config, state: StateDir, specs: list[QueueSpec], systemd_inpu
         # A file that is saved twice within a second, with the same size, would run from its older bytecode.
         sys.dont_write_bytecode = True
         Reload(loop, supervisor.apps)
-    verbs = Verbs(supervisor)
+    changes = ConfigChanges(supervisor, started, read)
+    verbs = Verbs(supervisor, changes)
     control = ControlServer(
         *(loop, str(config.socket), verbs.table()),
         group=_group("control_group", config.control_group),

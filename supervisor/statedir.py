@@ -152,6 +152,15 @@ class StateDir:
                     refuse_changeable(path, "queue definition")
         return {path.name.removesuffix(".json"): _load_queue(path) for path in self._queue_files()}
 
+    def load_queue(self, name: str) -> dict[str, Any] | None:
+        """The definition of one queue; None if there is none."""
+        path = self._queue_file(name)
+        if not path.exists():
+            return None
+        if self._strict_modes:
+            refuse_changeable(path, "queue definition")
+        return _load_queue(path)
+
     def _queue_file(self, name: str) -> Path:
         return self.path / "queues" / f"{check_queue_name(name)}.json"
 

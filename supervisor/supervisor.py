@@ -65,6 +65,12 @@ class Supervisor:
         self.apps.stop()
         self.queues.stop(self._stop_services, now=now)
 
+    def use_config(self, config: Config) -> None:
+        """The apps, queues and schedules of a changed config file. The settings of the services stay."""
+        self.config = config
+        self.queues.use_config(config)
+        self.apps.use_config(config)
+
     def fail(self, code: int, message: str) -> None:
         """Stops at once with this exit code."""
         log.critical("%s", message)
@@ -194,4 +200,7 @@ class Supervisor:
         return f"Redis is down: {state['error']}" if state["error"] else "Redis not reached yet"
 
     def _refuse_reload(self) -> None:
-        log.warning("SIGHUP ignored: settings are read at start only; restart forq to change them")
+        log.warning(
+            "SIGHUP ignored: settings are read at start only; restart forq to change them; for queues, schedules and "
+            "apps run: forqctl apply"
+        )

@@ -64,12 +64,13 @@ class QueueOverride:
 @dataclass(frozen=True)
 class Definitions:
     """The checked definitions of an app. `schedules`: by queue and key. `own_options`: by queue and task, the names of
-    options that the task sets for itself."""
+    options that the task sets for itself. `of_code`: the same without the options of the config file."""
 
     name: str
     queues: tuple[QueueSpec, ...]
     schedules: Mapping[str, Mapping[str, Mapping[str, Any]]]
     own_options: Mapping[str, Mapping[str, frozenset[str]]]
+    of_code: "Definitions | None" = None
 
     def tasks_overriding(self, queue: str, option: str) -> list[str]:
         """The tasks for whose jobs this option of their queue has no effect."""
@@ -182,13 +183,13 @@ def check_definitions(
             f"{app.where}: {app.app} is an app of the name {name!r}: rename this table to [apps.{name}], or the app to "
             f"forq.App({app.name!r})"
         )
-    own_options = yield from _read_own_options(app, _object(fields.get("tasks"), "tasks", where), where)
+    own_options = yield from _read_own_options(_object(fields.get("tasks"), "tasks", where), where)
     tables = _object(fields.get("queues"), "queues", where)
     if len(tables) > MAX_QUEUES:
         raise InvalidOption(f"{where}: it defines {len(tables)} queues, but at most {MAX_QUEUES} are allowed")
     queues = []
     for queue, table in tables.items():
-        queues.append(_read_queue(app, name, hash, queue, table, overrides.get(queue)))
+        queues.append(_read_queue(app, hash, queue, table))
         yield
     schedules: dict[str, dict[str, dict[str, Any]]] = {}
     for queue, keys in _object(fields.get("schedules", {}), "schedules", where).items():
@@ -198,36 +199,29 @@ def check_definitions(
         for key, table in _object(keys, f"schedules.{queue}", where).items():
             schedules[queue] |= read_schedules({key: table}, f"{where}: queue {queue!r}")
             yield
-    return Definitions(name, tuple(queues), schedules, own_options)
+    return configured(Definitions(name, tuple(queues), schedules, own_options), app, overrides)
 
 
-def _read_own_options(
-    app: AppSpec, tasks: Mapping[str, Any], where: str
-) -> Generator[None, None, dict[str, dict[str, frozenset[str]]]]:
+def configured(code: Definitions, app: AppSpec, overrides: Mapping[str, QueueOverride]) -> Definitions:
+    """The definitions of the code, with the options of the config file. Raises ConfigError if these do not fit."""
+    tasks = {task for each in code.own_options.values() for task in each}
     for task in app.task_options:
         if task not in tasks:
             raise ConfigError(
                 f"{app.where[:-1]}.tasks.{task}]: the app has no task {task!r}{suggestion(task, sorted(tasks))}"
             )
-    found: dict[str, dict[str, frozenset[str]]] = {}
-    for task, given in tasks.items():
-        fields = _object(given, f"task {shown(task)}", where)
-        options = _object(fields.get("options"), f"options of task {shown(task)}", where)
-        queue = _checked_name(fields.get("queue"), f"{where}: task {shown(task)}")
-        found.setdefault(queue, {})[task] = frozenset({*options, *app.task_options.get(task, ())})
-        yield
-    return found
+    return replace(
+        code,
+        queues=tuple(_with_override(spec, code.name, app, overrides.get(spec.name)) for spec in code.queues),
+        own_options={
+            queue: {task: names | frozenset(app.task_options.get(task, ())) for task, names in each.items()}
+            for queue, each in code.own_options.items()
+        },
+        of_code=code,
+    )
 
 
-def _read_queue(
-    app: AppSpec, app_name: str, hash: str, queue: str, table: object, override: QueueOverride | None
-) -> QueueSpec:
-    where = f"app {app.label!r}: queue {shown(queue)}"
-    fields = _object(table, "options", where)
-    for key in _FIXED_KEYS:
-        if key in fields:
-            raise InvalidOption(f"{where}: {key} is not an option of app.queue")
-    spec = QueueSpec.from_mapping(queue, {**fields, "mode": WORK, "handler": app.app, "path": app.path}, where)
+def _with_override(spec: QueueSpec, app_name: str, app: AppSpec, override: QueueOverride | None) -> QueueSpec:
     if override is not None:
         if override.app not in (None, app_name):
             raise ConfigError(f"{override.where}: app = {override.app!r}, but the queue belongs to app {app_name!r}")
@@ -236,7 +230,30 @@ def _read_queue(
             options={**spec.options, **override.options},
             fail_handler=override.fail_handler or spec.fail_handler,
         )
-    return replace(spec, app=app.app, task_options=app.task_options, definitions_hash=hash)
+    return replace(spec, task_options=app.task_options)
+
+
+def _read_own_options(
+    tasks: Mapping[str, Any], where: str
+) -> Generator[None, None, dict[str, dict[str, frozenset[str]]]]:
+    found: dict[str, dict[str, frozenset[str]]] = {}
+    for task, given in tasks.items():
+        fields = _object(given, f"task {shown(task)}", where)
+        options = _object(fields.get("options"), f"options of task {shown(task)}", where)
+        queue = _checked_name(fields.get("queue"), f"{where}: task {shown(task)}")
+        found.setdefault(queue, {})[task] = frozenset(options)
+        yield
+    return found
+
+
+def _read_queue(app: AppSpec, hash: str, queue: str, table: object) -> QueueSpec:
+    where = f"app {app.label!r}: queue {shown(queue)}"
+    fields = _object(table, "options", where)
+    for key in _FIXED_KEYS:
+        if key in fields:
+            raise InvalidOption(f"{where}: {key} is not an option of app.queue")
+    spec = QueueSpec.from_mapping(queue, {**fields, "mode": WORK, "handler": app.app, "path": app.path}, where)
+    return replace(spec, app=app.app, definitions_hash=hash)
 
 
 def _object(given: object, what: str, where: str) -> Mapping[str, Any]:

@@ -116,6 +116,12 @@ class UnknownVerb(UsageError):
     code = "unknown_verb"
 
 
+class PlanChanged(ForqError):
+    """The config file, or what the supervisor serves, has changed since the plan was made."""
+
+    code = "plan_changed"
+
+
 class UnknownQueue(ForqError):
     """There is no queue with that name."""
 

@@ -78,6 +78,22 @@ class Setting:
             return value == CPUS or bool(self.lowest <= value <= self.highest)
         return self.kind != "word" or value in self.range
 
+    def show(self, value: Any) -> str | None:
+        """A parsed value as users write it. None: not set."""
+        if value is None:
+            return None
+        if self.kind == "duration":
+            return show_duration(value)
+        if self.kind == "size":
+            return show_size(value)
+        if self.kind == "redis":
+            from forq.redis_url import shown_url
+
+            return shown_url(value)
+        if isinstance(value, bool):
+            return str(value).lower()
+        return ", ".join(value) if isinstance(value, tuple) else str(value)
+
     @property
     def lowest(self) -> Any:
         return self.range[0]

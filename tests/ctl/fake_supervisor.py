@@ -20,7 +20,20 @@ METHODS = (
     *(f"queue.{verb}" for verb in ("create", "delete", "pause", "resume", "drain", "restart", "set")),
     *("status", "jobs", "job", "push", "push_many", "recover", "remove", "cancel", "ping", "version", "shutdown"),
     *(f"dead.{verb}" for verb in ("list", "show", "retry", "discard")),
-    *("await", "dequeue", "ack", "watch", "logs", "schedule", "schedules", "unschedule", "trigger", "why"),
+    *(
+        "config.plan",
+        "config.apply",
+        "await",
+        "dequeue",
+        "ack",
+        "watch",
+        "logs",
+        "schedule",
+        "schedules",
+        "unschedule",
+        "trigger",
+        "why",
+    ),
 )
 # Answered as null.
 NOTHING = object()

@@ -20,7 +20,7 @@ NOBODY = 65534
 READERS, OPERATORS, OTHERS = "games", "staff", "mail"
 SECRET = "4711-secret"
 REFUSED = (
-    "app.restart",
+    *("app.restart", "config.plan", "config.apply"),
     *("queue.create", "queue.delete", "queue.pause", "queue.resume", "queue.drain", "queue.set", "queue.restart"),
     *(
         "push",
@@ -139,7 +139,7 @@ def test_everything_else_is_refused_with_the_reason(forq: Forq, method: str) -> 
 
 
 def test_every_verb_is_either_open_to_readers_or_refused() -> None:
-    assert sorted(Verbs(MagicMock()).table_for_readers()) == sorted([*READ_VERBS, *REFUSED])
+    assert sorted(Verbs(MagicMock(), MagicMock()).table_for_readers()) == sorted([*READ_VERBS, *REFUSED])
 
 
 def test_an_operator_may_do_everything_and_others_nothing(forq: Forq) -> None:

@@ -63,6 +63,25 @@ def test_start_returns_when_the_queues_are_served_and_status_shows_what_runs(mac
     assert any("forq: slow main" in line for line in machine.processes().values())
 
 
+def test_reload_applies_the_config_file_and_fails_if_that_fails(machine: Machine) -> None:
+    machine.run("systemctl", "start", "forq.service")
+    machine.wait_for(**RUNNING)
+    before = machine.main_pid()
+    machine.write("/etc/forq/forq.toml", CONFIG.replace("[queues.slow]", "[queues.late]"))
+    machine.run("systemctl", "reload", "forq.service")
+    queues = {
+        queue["name"]: queue["state"]
+        for queue in json.loads(machine.run("forqctl", "status", "--json", show=False))["queues"]
+    }
+    assert queues["late"] == "running"
+    assert queues.get("slow") in (None, "unserved")
+    assert "applied 2 changes" in machine.log()
+    machine.write("/etc/forq/forq.toml", "[queues.work")
+    assert "Job for forq.service failed" in machine.run("systemctl", "reload", "forq.service", check=False)
+    assert "not valid TOML" in machine.log()
+    assert machine.main_pid() == before
+
+
 @pytest.mark.slow
 def test_the_service_starts_without_redis_and_reports_it(machine: Machine) -> None:
     machine.write("/etc/forq/forq.toml", f'redis = "unix:///run/forq/no.sock"\n{CONFIG}')

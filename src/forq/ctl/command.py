@@ -44,7 +44,7 @@ EXIT_CODES = {
 }
 ALL_EXIT_CODES = {
     **EXIT_CODES,
-    3: "status --check: not healthy; delete: some processes cannot be killed",
+    3: "status --check: not healthy; apply --dry-run: changes; delete: some processes cannot be killed",
     4: "no such queue, app, job or schedule",
 }
 

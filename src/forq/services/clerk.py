@@ -93,6 +93,7 @@ class Clerk:
             "schedules": self.schedules,
             "unschedule": self.unschedule,
             "set_app_schedules": self.set_app_schedules,
+            "set_config_schedules": lambda params: {"unscheduled": self._set_schedules(params)},
             "trigger": lambda params: {"id": self._schedules(params).trigger(params.get("key", ""))},
             "counts": self.counts,
             "overview": self.overview,
@@ -117,11 +118,16 @@ class Clerk:
                 pass
             made = self._create(params)
         # In the same call, so that a retry also sets them.
+        return {"created": made, "unscheduled": self._set_schedules(params)}
+
+    def _set_schedules(self, params: dict[str, Any]) -> list[str]:
+        """Sets the schedules of the config file and those of an app that the file does not replace. Drops those that an
+        earlier version of the file had set; returns these."""
         given = params.get("schedules")
         dropped = [] if given is None else self._schedules(params).apply(given, CONFIG)
         if params.get("app_schedules"):
             self._schedules(params).apply(params["app_schedules"], APP, remove=False)
-        return {"created": made, "unscheduled": dropped}
+        return dropped
 
     def set_app_schedules(self, params: dict[str, Any]) -> object:
         """Sets the schedules of an app for one queue, and drops those that an earlier version of its code had set."""

@@ -26,6 +26,7 @@ MODULES = {
         ("watch", "watch logs"),
         ("jobs", "why kill stack"),
         ("queues", "restart"),
+        ("apply", "apply"),
         ("service", "ping version shutdown completion"),
     )
     for name in names.split()

@@ -69,7 +69,7 @@ IMPORTED = "the result of `{}`; if the handler cannot be imported `name` and `er
         "  # a queue whose handler is a program",
     ],
     json=IMPORTED.format("queue.create"),
-    exits={1: "refused: another mode, too many queues, or defined in the config file"},
+    exits={1: "refused: another mode, too many queues, or defined in the config file (forqctl apply)"},
 )
 def create(args: Namespace) -> int:
     handlers = dict(_parse_pair(text, "--type", "T=M:F") for text in args.type)
@@ -126,7 +126,7 @@ def delete(args: Namespace) -> int:
     NAME,
     *OPTIONS,
     more="The change takes effect at once, for jobs already in the queue too. For a queue defined in the config file "
-    "it lasts until the supervisor restarts.",
+    "it lasts until the supervisor restarts, or forqctl apply.",
     examples=["set mails timeout=2m max_retries=5"],
     json="queue.set",
     exits=NO_QUEUE,
@@ -136,7 +136,7 @@ def set(args: Namespace) -> int:
     if not options:
         raise UsageError("set needs at least one OPTION=VALUE, such as timeout=30s")
     result = connect(args).call("queue.set", {"name": args.name, "options": options})
-    until = " until the supervisor restarts: it is defined in the config file" if "until" in result else ""
+    until = " until the supervisor restarts or applies the config file that defines it" if "until" in result else ""
     return _print_done(args, result, f"set {', '.join(f'{name}={value}' for name, value in options.items())} of", until)
 
 
@@ -215,11 +215,11 @@ def _call_with_import(args: Namespace, method: str, params: dict[str, Any], *, w
     see = " ".join(["forqctl status", *names])
     timeout_message = f"no answer within {limit_seconds:g} s; it continues in the background: {see}"
     return wait_for_answer(
-        client, sent, {"names": names}, _report_import, deadline, timeout_message, lines=not args.json
+        client, sent, {"names": names}, report_import, deadline, timeout_message, lines=not args.json
     )
 
 
-def _report_import(report: WaitReport, status: Any) -> None:
+def report_import(report: WaitReport, status: Any) -> None:
     for queue in status["queues"]:
         name = printable(queue["name"])
         for child in queue["children"]:

@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/forqctl
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_forqctl_subparsers=(create delete status top jobs job push await dequeue ack schedule schedules unschedule trigger dead recover remove cancel pause resume drain set watch logs why kill stack restart ping version shutdown completion)
+_shtab_forqctl_subparsers=(create delete status top jobs job push await dequeue ack schedule schedules unschedule trigger dead recover remove cancel pause resume drain set watch logs why kill stack restart apply ping version shutdown completion)
 
 _shtab_forqctl_create_option_strings=(--handler --type --path --wait --no-wait --fail-handler --mode --set --socket --json --timeout)
 _shtab_forqctl_delete_option_strings=(--force --socket --json --timeout)
@@ -35,6 +35,7 @@ _shtab_forqctl_why_option_strings=(--socket --json --timeout)
 _shtab_forqctl_kill_option_strings=(--retry --socket --json --timeout)
 _shtab_forqctl_stack_option_strings=(--socket --json --timeout)
 _shtab_forqctl_restart_option_strings=(--app --wait --socket --json --timeout)
+_shtab_forqctl_apply_option_strings=(--dry-run --yes --wait --socket --json --timeout)
 _shtab_forqctl_ping_option_strings=(--socket --json --timeout)
 _shtab_forqctl_version_option_strings=(--socket --json --timeout)
 _shtab_forqctl_shutdown_option_strings=(--now --no-wait --socket --json --timeout)
@@ -76,6 +77,8 @@ _shtab_forqctl_why___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_kill___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_stack___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_restart___socket_COMPGEN=_shtab_compgen_files
+_shtab_forqctl_apply_pos_0_COMPGEN=_shtab_compgen_files
+_shtab_forqctl_apply___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_ping___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_version___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_shutdown___socket_COMPGEN=_shtab_compgen_files
@@ -94,7 +97,7 @@ _shtab_forqctl_schedule___overlap_choices=(skip queue)
 _shtab_forqctl_schedule___catch_up_choices=(once all none)
 _shtab_forqctl_dead_pos_0_choices=(list show retry discard)
 _shtab_forqctl_completion_pos_0_choices=(bash zsh fish)
-_shtab_forqctl_pos_0_choices=(create delete status top jobs job push await dequeue ack schedule schedules unschedule trigger dead recover remove cancel pause resume drain set watch logs why kill stack restart ping version shutdown completion)
+_shtab_forqctl_pos_0_choices=(create delete status top jobs job push await dequeue ack schedule schedules unschedule trigger dead recover remove cancel pause resume drain set watch logs why kill stack restart apply ping version shutdown completion)
 
 _shtab_forqctl_create_pos_1_nargs='*'
 _shtab_forqctl_create___no_wait_nargs=0
@@ -140,6 +143,9 @@ _shtab_forqctl_kill___retry_nargs=0
 _shtab_forqctl_kill___json_nargs=0
 _shtab_forqctl_stack___json_nargs=0
 _shtab_forqctl_restart___json_nargs=0
+_shtab_forqctl_apply___dry_run_nargs=0
+_shtab_forqctl_apply___yes_nargs=0
+_shtab_forqctl_apply___json_nargs=0
 _shtab_forqctl_ping___json_nargs=0
 _shtab_forqctl_version___json_nargs=0
 _shtab_forqctl_shutdown___now_nargs=0

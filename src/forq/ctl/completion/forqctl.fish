@@ -55,7 +55,7 @@ function _shtab_forqctl_using
   test "$_shtab_forqctl_cmdpath" = "$argv"
 end
 
-set -g _shtab_forqctl_commands create delete status top jobs job push await dequeue ack schedule schedules unschedule trigger dead recover remove cancel pause resume drain set watch logs why kill stack restart ping version shutdown completion
+set -g _shtab_forqctl_commands create delete status top jobs job push await dequeue ack schedule schedules unschedule trigger dead recover remove cancel pause resume drain set watch logs why kill stack restart apply ping version shutdown completion
 set -g _shtab_forqctl_opts_with_value --after --app --at --backoff --catch-up --count --cron --data --durable --every --expires-in --fail-handler --file --handler --id --identifier --if-exists --in --interval --jitter --job --job-timeout --keep-done --lease --limit --lines --max-retries --mode --overlap --path --priority --queue --reset-counts --set --socket --state --timeout --token --type --update-run-at --wait --zone -n
 
 complete -c forqctl -e
@@ -243,6 +243,14 @@ complete -c forqctl -n '_shtab_forqctl_using restart' -l wait -x -d 'time limit 
 complete -c forqctl -n '_shtab_forqctl_using restart' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using restart' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using restart' -l timeout -x -d 'timeout for an answer (default: 30s)'
+complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a apply -d 'apply a changed config file without a restart of the supervisor'
+complete -c forqctl -n '_shtab_forqctl_using apply' -l dry-run -d 'only show the changes'
+complete -c forqctl -n '_shtab_forqctl_using apply' -l yes -d 'apply them without asking'
+complete -c forqctl -n '_shtab_forqctl_using apply' -l wait -x -d 'time limit for each import of a handler or an app (default: 60s)'
+complete -c forqctl -n '_shtab_forqctl_using apply' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
+complete -c forqctl -n '_shtab_forqctl_using apply' -l json -d 'print JSON'
+complete -c forqctl -n '_shtab_forqctl_using apply' -l timeout -x -d 'timeout for an answer (default: 30s)'
+complete -c forqctl -n '_shtab_forqctl_using apply; and test $_shtab_forqctl_npos -eq 0' -ka "(__fish_complete_path (commandline -ct))" -d 'the config file (default: the one that the supervisor was started with)'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a ping -d 'check whether the supervisor answers'
 complete -c forqctl -n '_shtab_forqctl_using ping' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using ping' -l json -d 'print JSON'

@@ -11,6 +11,7 @@
 _shtab_forqctl_commands() {
   local _commands=(
     ack:'acknowledge an item that was dequeued with a lease'
+    apply:'apply a changed config file without a restart of the supervisor'
     await:'wait until a queue of mode auto_release releases an item, and print it'
     cancel:'cancel a job that has not started'
     completion:'print the shell completion script'
@@ -67,6 +68,19 @@ _shtab_forqctl_ack_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_forqctl_ack_defaults_added=0
+
+_shtab_forqctl_apply_options=(
+  "--dry-run[only show the changes]"
+  "--yes[apply them without asking]"
+  "--wait[time limit for each import of a handler or an app (default\: 60s)]:D:"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
+  ":the config file (default\: the one that the supervisor was started with):_files"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_forqctl_apply_defaults_added=0
 
 _shtab_forqctl_await_options=(
   "--wait[give up after this time (default\: never)]:D:"
@@ -476,6 +490,7 @@ _shtab_forqctl() {
       curcontext="${curcontext%:*:*}:_shtab_forqctl-$line[1]:"
       case $line[1] in
         ack) _arguments -C -s $_shtab_forqctl_ack_options ;;
+        apply) _arguments -C -s $_shtab_forqctl_apply_options ;;
         await) _arguments -C -s $_shtab_forqctl_await_options ;;
         cancel) _arguments -C -s $_shtab_forqctl_cancel_options ;;
         completion) _arguments -C -s $_shtab_forqctl_completion_options ;;
