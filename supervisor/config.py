@@ -128,6 +128,7 @@ class Config:
     log_max: int
     log_redact: tuple[str, ...]
     control_read_group: str | None
+    remote_control: str
     titles: str
     apps: tuple[AppSpec, ...] = ()
     queues: tuple[QueueSpec, ...] = ()

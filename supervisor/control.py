@@ -16,7 +16,7 @@ import struct
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from forq.errors import ForqError, InvalidData, PermissionRefused, TimedOut, UnknownVerb
 from forq.logging_setup import WarningThrottle
@@ -394,17 +394,25 @@ class Connection:
             request.client_left()
 
 
+class Caller(Protocol):
+    """Where a request comes from, and its answer goes to: a connection, or a requester elsewhere (remote.py)."""
+
+    peer: Peer
+
+    def answer(self, request: Request, line: bytes) -> None: ...
+
+
 class Request:
     """One call of a verb. Must be answered exactly once, with reply or fail; both do nothing if the client has left."""
 
-    def __init__(self, connection: Connection, call: jsonrpc.Call) -> None:
+    def __init__(self, caller: Caller, call: jsonrpc.Call) -> None:
         self.method = call.method
         self.params = call.params
-        self.peer = connection.peer
+        self.peer = caller.peer
         self.answered = False
         self.gone = False
         self._call = call
-        self._connection = connection
+        self._caller = caller
         self._gone_callbacks: list[Callable[[], None]] = []
 
     def reply(self, value: object) -> None:
@@ -442,7 +450,7 @@ class Request:
             raise ForqError(f"{self.method} was answered twice")
         self.answered = True
         if not self.gone:
-            self._connection.answer(self, line if self._call.expects_answer else b"")
+            self._caller.answer(self, line if self._call.expects_answer else b"")
 
 
 _IN_MOVED_FROM = 0x040

@@ -27,6 +27,7 @@ from forq.supervisor.plan import Plan
 from forq.supervisor.process import QueueProcess
 from forq.supervisor.queue import ServedQueue
 from forq.supervisor.queues import Queues
+from forq.supervisor.remote import OtherSupervisors
 from forq.supervisor.service import Service
 from forq.supervisor.status import StatusVerb
 from forq.supervisor.supervisor import Supervisor
@@ -38,7 +39,7 @@ Verb = Callable[[Request], None]
 ForwardForReader = Callable[[Request, str, dict[str, Any], Callable[[Any], None]], None]
 
 # `jobs` shows ids and identifiers only; `job` is reduced by without_data, `why` omits error messages.
-READ_VERBS = ("status", "jobs", "job", "why", "ping", "version")
+READ_VERBS = ("status", "jobs", "job", "why", "ping", "version", "supervisors")
 OPEN_KEYS = (
     *("id", "identifier", "state", "type", "priority", "retry_count", "stall_count", "timeout_count", "suspect"),
     *("enqueued_at", "run_at", "ended_at", "run_seconds", "blocked_behind", "worker", "fence", "removed"),
@@ -67,7 +68,7 @@ def verbs_for_readers(table: Mapping[str, Verb], send: ForwardForReader) -> dict
         request.params["traces"] = False
         table["status"](request)
 
-    allowed = {name: table[name] for name in READ_VERBS}
+    allowed = {name: table[name] for name in READ_VERBS if name in table}
     return {**dict.fromkeys(table, _refuse), **allowed, "job": job, "why": why, "status": status}
 
 
@@ -106,12 +107,18 @@ class RunningJobVerbs:
         return {"kill": self.kill, "stack": self.stack}
 
     def kill(self, request: Request) -> None:
-        """Ends a running job; it is cancelled, or with `retry` returned to its queue without counting an attempt."""
+        """Ends a running job; it is cancelled, or with `retry` returned to its queue without counting an attempt.
+
+        `at`: only if the worker is still at this position, which identifies the attempt (requests from elsewhere)."""
         queue, job_id = self._queues.find(request.params.get("name")), check_job_id(request.params.get("id"))
         found = queue.running_job(job_id)
         if found is None:
             raise UnknownJob(f"queue {queue.spec.name!r} runs no job {job_id!r} in a process of this supervisor")
         process, slot, position = found
+        if "at" in request.params and request.params["at"] != {"worker": slot.worker, "position": position}:
+            raise UnknownJob(
+                f"that attempt of job {job_id!r} of queue {queue.spec.name!r} has ended; nothing was killed"
+            )
         outcome = "interrupted" if request.params.get("retry") else "cancelled"
         # The process is killed after these have ended. It continues if the job can be cancelled.
         others = [] if slot.lenience_ms else [other for other in process.busy() if other.number != slot.number]
@@ -241,6 +248,16 @@ class Verbs:
         self._clerk = supervisor.services.clerk
 
     def table(self) -> dict[str, Verb]:
+        """For the control socket. Some verbs are forwarded if another supervisor runs the queue or job."""
+        elsewhere = OtherSupervisors(self._services)
+        return {**self._table(), **elsewhere.forwarding(self._table()), "supervisors": elsewhere.list_all}
+
+    def table_from_elsewhere(self) -> dict[str, dict[str, Verb]]:
+        """For requests that came through Redis, by level. They are never forwarded again."""
+        everything = self._table()
+        return {"read": verbs_for_readers(everything, self._forward_to_clerk), "full": everything}
+
+    def _table(self) -> dict[str, Verb]:
         return {
             "status": StatusVerb(self._supervisor).status,
             **RunningJobVerbs(self._queues).table(),

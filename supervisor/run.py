@@ -24,6 +24,7 @@ from forq.supervisor.config import Config, capacity_warning, load
 from forq.supervisor.control import ControlServer, warn_of_few_descriptors
 from forq.supervisor.ownership import changeable_by, strict_modes
 from forq.supervisor.reload import Reload
+from forq.supervisor.remote import RemoteCalls
 from forq.supervisor.requests import Verbs
 from forq.supervisor.statedir import StateDir
 from forq.supervisor.supervisor import Supervisor
@@ -85,6 +86,7 @@ def _serve(
         Reload(loop, supervisor.apps)
     changes = ConfigChanges(supervisor, started, read)
     verbs = Verbs(supervisor, changes)
+    supervisor.receive_remote = RemoteCalls(supervisor.services, loop, verbs.table_from_elsewhere()).receive
     control = ControlServer(
         *(loop, str(config.socket), verbs.table()),
         group=_group("control_group", config.control_group),

@@ -26,6 +26,7 @@ from forq.supervisor.config import BridgeConfig, Config
 from forq.supervisor.service import OutputPipes, Service, WardenClient
 from forq.supervisor.statedir import StateDir, new_processor_name
 from forq.supervisor.unresponsive import ServiceWatch
+from forq.version import PROTOCOL, VERSION
 
 RETRY_SECONDS = 0.25
 LOAD_RETRY_SECONDS = 1.0
@@ -110,6 +111,15 @@ class Services:
             url=self.redis_url,
             prefix=config.prefix,
             processor=processor,
+            about={
+                "host": os.uname().nodename,
+                "pid": os.getpid(),
+                "version": VERSION,
+                "protocol": PROTOCOL,
+                "state_dir": str(state.path),
+                "config": None if config.file is None else str(config.file),
+                "remote_control": config.remote_control,
+            },
             heartbeat_seconds=config.heartbeat_seconds,
             expiry_ms=round(config.expiry_seconds * 1000),
             max_queues=config.max_queues,

@@ -8,6 +8,7 @@
 
 import logging
 import signal
+from collections.abc import Callable
 from typing import Any
 
 from setproctitle import setproctitle
@@ -44,6 +45,8 @@ class Supervisor:
         self.services = Services(config, state, loop, served=lambda: self.queues.served(), on_pulse=self._pulse_event)
         self.queues = Queues(config, state, loop, self.services, changed=self._changed, fail=self.fail)
         self.apps = Apps(config, state, loop, self.services, self.queues, self._changed)
+        # Carries out a request that came through Redis (remote.py).
+        self.receive_remote: Callable[[dict[str, Any]], None] = lambda request: None
         self._title_timer: Timer | None = None
         self._repairing: set[str] = set()
 
@@ -149,6 +152,8 @@ class Supervisor:
             self.queues.rejoin()
         elif message["event"] == "suspects":
             self.queues.suspects_wait(message["queue"], message["waiting"])
+        elif message["event"] == "remote_request":
+            self.receive_remote(message["request"])
         elif message["event"] == "fail_jobs":
             self.queues.fail_jobs_wait(message["queue"])
 

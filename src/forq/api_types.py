@@ -15,6 +15,7 @@ CatchUp = Literal["once", "all", "none"]
 # States of `Queue.jobs`; `Queue.job` shows a blocked job as the job that it waits for.
 State = Literal["waiting", "scheduled", "active", "blocked", "retry", "done", "dead"]
 JobState = Literal["waiting", "scheduled", "active", "retry", "done", "dead"]
+RemoteControl = Literal["off", "read", "full"]
 RefState = Literal["waiting", "scheduled", "active", "retry", "done", "dead", "gone"]
 
 
@@ -221,3 +222,54 @@ class ScheduleInfo(TypedDict, total=False):
     runs: Required[int]
     skipped: Required[int]
     missed: Required[int]
+
+
+class SupervisorInfo(TypedDict):
+    """A live supervisor of this Redis. `duplicates`: processors on the same host with the same state directory or
+    config file. `version_skew`: another supervisor has a newer version."""
+
+    processor: str
+    host: str
+    pid: int
+    version: str
+    protocol: int
+    queues: list[str]
+    processes: int
+    state_dir: str
+    config: str | None
+    remote_control: RemoteControl
+    heartbeat_age_seconds: float
+    duplicates: list[str]
+    version_skew: bool
+
+
+class KillInfo(TypedDict):
+    """A job that is being killed. `others`: jobs of the same process, which end first."""
+
+    id: str
+    pid: int
+    outcome: Literal["cancelled", "interrupted"]
+    others: list[str]
+
+
+class StackInfo(TypedDict):
+    """Where a running job is; for a process that is still starting, `job` and `seconds` are None."""
+
+    role: str
+    pid: int
+    job: str | None
+    seconds: float | None
+    stack: str | None
+
+
+class LogRecord(TypedDict, total=False):
+    """A line of output; docs/guide/logs.md explains the other fields."""
+
+    time: Required[str]
+    level: Required[str]
+    message: Required[str]
+    queue: str
+    job: str | None
+    pid: int
+    stream: str
+    logger: str

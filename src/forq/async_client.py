@@ -23,13 +23,17 @@ from forq.api_types import (
     Duration,
     IfExists,
     JobInfo,
+    KillInfo,
+    LogRecord,
     Mode,
     Overlap,
     OwnOptions,
     QueueOptions,
     QueueStatus,
     ScheduleInfo,
+    StackInfo,
     State,
+    SupervisorInfo,
     UpdateRunAt,
 )
 from forq.broker.async_connection import run_blocking
@@ -43,6 +47,7 @@ from forq.broker.leases import Lease, LeaseReply, Leases
 from forq.broker.link import CALL_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS
 from forq.broker.results import ResultWaiter
 from forq.broker.scripts import script
+from forq.broker.targets import IMPORT_SECONDS
 from forq.client import (
     DEFAULT_MAX_QUEUES,
     MAX_DRAIN_SECONDS,
@@ -61,6 +66,7 @@ from forq.errors import ForqError, LeaseLapsed, RedisUnavailable, UsageError
 from forq.job import new_id
 from forq.paths import key_prefix, redis_url
 from forq.procs.backoff import Backoff, reconnecting
+from forq.queue_control import ANSWER_SECONDS
 from forq.redis_url import database_of
 from forq.result_wait import REGISTRATION_SECONDS, ResultWait
 from forq.values import check_job_id, check_queue_name, shown
@@ -141,6 +147,10 @@ class AsyncClient:
     async def queues(self) -> dict[str, Mode]:
         """See Client.queues."""
         return await self._run(lambda client: client.queues())
+
+    async def supervisors(self) -> list[SupervisorInfo]:
+        """See Client.supervisors."""
+        return await self._run(lambda client: client.supervisors())
 
     async def aclose(self) -> None:
         """Closes the connections of this event loop; the next call opens others. Calls that wait for results or
@@ -516,6 +526,42 @@ class AsyncQueue:
     async def status(self) -> QueueStatus:
         """See Queue.status."""
         return await self._run(lambda queue: queue.status())
+
+    async def kill(
+        self,
+        id: str,
+        *,
+        retry: bool = False,
+        on: str | None = None,
+        timeout: float | timedelta = ANSWER_SECONDS,
+    ) -> KillInfo:
+        """See Queue.kill. A call that is cancelled may still be carried out."""
+        return await self._run(lambda queue: queue.kill(id, retry=retry, on=on, timeout=timeout))
+
+    async def stack(self, *, on: str | None = None, timeout: float | timedelta = ANSWER_SECONDS) -> list[StackInfo]:
+        """See Queue.stack."""
+        return await self._run(lambda queue: queue.stack(on=on, timeout=timeout))
+
+    async def logs(
+        self,
+        *,
+        lines: int = 100,
+        job: str | None = None,
+        on: str | None = None,
+        timeout: float | timedelta = ANSWER_SECONDS,
+    ) -> list[LogRecord]:
+        """See Queue.logs."""
+        return await self._run(lambda queue: queue.logs(lines=lines, job=job, on=on, timeout=timeout))
+
+    async def restart(
+        self,
+        *,
+        on: str | None = None,
+        wait: float | timedelta = IMPORT_SECONDS,
+        timeout: float | timedelta = ANSWER_SECONDS,
+    ) -> None:
+        """See Queue.restart. A call that is cancelled may still be carried out."""
+        await self._run(lambda queue: queue.restart(on=on, wait=wait, timeout=timeout))
 
     def _run(self, call: Callable[[Queue], T]) -> Coroutine[Any, Any, T]:
         return self._client._here().run(lambda client: call(client.queue(self.name)))

@@ -20,13 +20,17 @@ from forq.api_types import (
     Duration,
     IfExists,
     JobInfo,
+    KillInfo,
+    LogRecord,
     Mode,
     Overlap,
     OwnOptions,
     QueueOptions,
     QueueStatus,
     ScheduleInfo,
+    StackInfo,
     State,
+    SupervisorInfo,
     UpdateRunAt,
 )
 from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
@@ -49,6 +53,8 @@ from forq.broker.link import CALL_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS, Link
 from forq.broker.registry import Registry
 from forq.broker.results import ResultWaiter
 from forq.broker.schedules import Schedules
+from forq.broker.supervisors import Supervisors
+from forq.broker.targets import IMPORT_SECONDS
 from forq.errors import (
     BackPressure,
     ConfigError,
@@ -62,6 +68,7 @@ from forq.job import new_id
 from forq.job_options import pack_job_options
 from forq.paths import key_prefix, redis_url
 from forq.procs.backoff import Backoff
+from forq.queue_control import ANSWER_SECONDS, QueueControl
 from forq.result_wait import wait_for_result
 from forq.schedules import Schedule
 from forq.settings import SECTIONS, check_mode, parse_options, read_service, stored, stored_defaults
@@ -184,6 +191,10 @@ class Client:
     def queues(self) -> dict[str, Mode]:
         """Every queue with its mode."""
         return cast(dict[str, Mode], Registry(self.link(), self.prefix).names())
+
+    def supervisors(self) -> list[SupervisorInfo]:
+        """Every supervisor of this Redis with a current heartbeat, by host."""
+        return Supervisors(self.link(), self.prefix).all()
 
     def close(self) -> None:
         """Closes this thread's connection; the next call opens another."""
@@ -497,6 +508,56 @@ class Queue:
     def status(self) -> QueueStatus:
         """The number of jobs in each state."""
         return cast(QueueStatus, asdict(self._inspector().counts()))
+
+    def kill(
+        self,
+        id: str,
+        *,
+        retry: bool = False,
+        on: str | None = None,
+        timeout: float | timedelta = ANSWER_SECONDS,
+    ) -> KillInfo:
+        """Kills a running job: it is cancelled, or with `retry` goes back in line without counting the attempt.
+
+        The request goes through Redis to the supervisor that runs the job. That one must allow it (remote_control =
+        "full"), else PermissionRefused, and this client must be allowed to write requests (not forq-producer of
+        etc/redis-acl.conf). Only the attempt that runs now is killed: UnknownJob if it has ended. TimedOut after
+        `timeout` (seconds) says whether the request may have been carried out. The same holds for `stack`, `logs` and
+        `restart`. `on`: the name of a processor, or of a host with one supervisor (see Client.supervisors).
+        """
+        return self._control(timeout).kill(id, retry=retry, on=on)
+
+    def stack(self, *, on: str | None = None, timeout: float | timedelta = ANSWER_SECONDS) -> list[StackInfo]:
+        """The stack of each running job of the queue under one supervisor. Needed if several serve it: `on`."""
+        return self._control(timeout).stack(on=on)
+
+    def logs(
+        self,
+        *,
+        lines: int = 100,
+        job: str | None = None,
+        on: str | None = None,
+        timeout: float | timedelta = ANSWER_SECONDS,
+    ) -> list[LogRecord]:
+        """The last lines of output of the queue's processes under one supervisor, or of one `job`."""
+        return self._control(timeout).logs(lines=lines, job=job, on=on)
+
+    def restart(
+        self,
+        *,
+        on: str | None = None,
+        wait: float | timedelta = IMPORT_SECONDS,
+        timeout: float | timedelta = ANSWER_SECONDS,
+    ) -> None:
+        """Replaces the queue's processes under one supervisor, for example to load new code. `wait`: seconds that the
+        import may take; CannotImport if it fails, and then nothing has changed."""
+        self._control(timeout).restart(wait_seconds=to_seconds(wait) or IMPORT_SECONDS, on=on)
+
+    def _control(self, timeout: float | timedelta) -> QueueControl:
+        seconds = to_seconds(timeout)
+        if not seconds:
+            raise UsageError(f"timeout {shown(timeout)} is not allowed: more than 0 seconds")
+        return QueueControl(self._client.link(), self._client.prefix, self.name, seconds)
 
     def _leases(self) -> Leases:
         return Leases(self._client.link(), self._client.prefix, self.name)

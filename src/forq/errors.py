@@ -136,6 +136,13 @@ class UnknownApp(ForqError):
     exit_code = 4
 
 
+class UnknownSupervisor(ForqError):
+    """No live supervisor on this Redis has that name or host."""
+
+    code = "unknown_supervisor"
+    exit_code = 4
+
+
 class UnknownJob(ForqError):
     """The queue has no job with that id."""
 

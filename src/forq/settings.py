@@ -195,8 +195,11 @@ SERVICE: Mapping[str, Setting] = _rows(
     Setting("control_group", "group", None, (),
             'Group whose members may use the control socket. "": only root and the user of the supervisor.'),
     Setting("control_read_group", "group", None, (),
-            "Group with read-only access: status, jobs, job, why, ping and version, without the data of jobs "
-            "(docs/guide/security.md)."),
+            "Group with read-only access: status, jobs, job, why, ping, version and supervisors, without the data of "
+            "jobs (docs/guide/security.md)."),
+    Setting("remote_control", "word", "off", ("off", "read", "full"),
+            'Requests from other hosts, through Redis (docs/guide/security.md). "read": status, why, ping, version. '
+            '"full": also kill, stack, logs and restart, by everyone with the Redis password of a supervisor.'),
     Setting("titles", "word", "full", ("full", "plain"),
             'Process titles, which every user of the machine can read (ps). "plain": without job ids and progress.'),
     Setting("cgroup", "word", "auto", ("auto", "off"),

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, assert_type
+from typing import Any, Literal, assert_type
 
 import forq
-from forq.api_types import JobInfo, QueueStatus, RefState
+from forq.api_types import JobInfo, KillInfo, LogRecord, QueueStatus, RefState, StackInfo, SupervisorInfo
 from forq.app.tasks import AsyncTask, JobRef, Prepared, SyncTask
 
 app = forq.App("shop")
@@ -116,6 +116,12 @@ def right_uses_of_clients(client: forq.Client) -> None:
     assert_type(queue.retry_dead("42"), str)
     assert_type(queue.retry_dead(all=True).done, int)
     assert_type(plain.ref("42").state(), RefState)
+    assert_type(client.supervisors(), list[SupervisorInfo])
+    assert_type(client.supervisors()[0]["remote_control"], Literal["off", "read", "full"])
+    assert_type(queue.kill("42", retry=True), KillInfo)
+    assert_type(queue.stack(on="web-1")[0]["seconds"], float | None)
+    assert_type(queue.logs(lines=5, job="42"), list[LogRecord])
+    queue.restart(on="web-1", wait=timedelta(minutes=1), timeout=5)
     queue.enqueue(1, timeout="5m", max_retries=1, backoff=[1, "5s"], expires_in=60, keep_done="1h")
     queue.enqueue_many([1, 2], timeout=30)
     queue.jobs("blocked")
@@ -126,6 +132,10 @@ async def uses_of_async_clients(client: forq.AsyncClient) -> None:
     queue = await client.create_queue("mails", mode="on_request", lease=10)
     assert_type(await queue.enqueue(1), str)
     assert_type((await queue.job("42"))["state"] == "done", bool)
+    assert_type(await client.supervisors(), list[SupervisorInfo])
+    assert_type((await queue.kill("42"))["others"], list[str])
+    assert_type(await queue.stack(), list[StackInfo])
+    await queue.restart(on=1)  # wrong
     await client.create_queue("mails", mod="work")  # wrong
     await queue.enqueue(1, if_exists="replace")  # wrong
     await queue.enqueue_many([1], durable="disk")  # wrong
@@ -152,6 +162,9 @@ def wrong_uses_of_clients(client: forq.Client) -> None:
     queue.status()["waitin"]  # wrong
     queue.retry_dead()  # wrong
     queue.retry_dead(all=False)  # wrong
+    queue.kill("42", True)  # wrong
+    queue.kill("42")["process"]  # wrong
+    client.supervisors()[0]["hostname"]  # wrong
     queue.schedule("daily", every=60, catch_up="some")  # wrong
     send.using(if_exists="replace")  # wrong
     send.using(durable=True)  # wrong

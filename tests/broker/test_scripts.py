@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forq.broker import scripts
-from forq.broker.keys import CHANNELS, QUEUE_KEYS, queue_base
+from forq.broker.keys import CHANNELS, CONTROL_CHANNELS, CONTROL_KEYS, QUEUE_KEYS, queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import FILES, LUA_CONSTANTS, error_for, flags, script
 from forq.errors import ForqError
@@ -75,9 +75,9 @@ def test_the_header_of_a_verb_has_purpose_keys_argv_and_returns(verb: str) -> No
 @pytest.mark.parametrize("name", FILES)
 def test_every_key_is_listed_in_keys(name: str) -> None:
     named = set(re.findall(r"\bkey\('([^']+)'\)", source(name)))
-    assert named <= set(QUEUE_KEYS)
+    assert named <= set(CONTROL_KEYS if name == "control" else QUEUE_KEYS)
     published = set(re.findall(r"'PUBLISH', (\S+)", source(name)))
-    channels = [f"channel('{channel.partition(':')[0]}" for channel in CHANNELS]
+    channels = [f"channel('{channel.partition(':')[0]}" for channel in (*CHANNELS, *CONTROL_CHANNELS)]
     assert all(called.startswith(tuple(channels)) for called in published), "a channel lacks its database number"
 
 
@@ -88,7 +88,8 @@ def test_only_fixed_key_names_are_cached() -> None:
 
 def test_keys_with_parts_are_built_as_listed() -> None:
     built = {f"{kind}:" for kind in re.findall(r"key_of\('([^']+)', ", whole())} | {"pending:"}
-    listed = {re.split(r"(?<=:)(?:[A-Z]|0-9)", name)[0] for name in QUEUE_KEYS if re.search(r":(?:[A-Z]|0-9)", name)}
+    names = (*QUEUE_KEYS, *CONTROL_KEYS)
+    listed = {re.split(r"(?<=:)(?:[A-Z]|0-9)", name)[0] for name in names if re.search(r":(?:[A-Z]|0-9)", name)}
     assert built == listed
 
 

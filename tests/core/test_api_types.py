@@ -7,8 +7,12 @@ import pytest
 
 from forq import Client, api_types
 from forq.broker.inspect import Counts
+from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.link import Link
+from forq.broker.supervisors import Supervisors
+from forq.remote_control import LEVELS
 from forq.schedules import Schedule
-from forq.settings import MODES, OPTIONS
+from forq.settings import MODES, OPTIONS, SERVICE
 from tests.support.drive.one_queue import OneQueue, one_queue
 
 
@@ -62,6 +66,17 @@ def test_fields_of_schedules(redis_url: str, broken: bool) -> None:
         shown: Any = client.schedules()[0]
         assert set(shown) <= keys(api_types.ScheduleInfo)
         assert api_types.ScheduleInfo.__required_keys__ <= set(shown)
+
+
+def test_fields_of_supervisors_and_levels_of_remote_control(redis_url: str) -> None:
+    link = Link(redis_url)
+    about = {"host": "h", "pid": 1, "version": "1", "protocol": 2, "state_dir": "/s", "config": None, "expiry_ms": 9000}
+    supervisors = Supervisors(link, DEFAULT_PREFIX)
+    supervisors.announce("p", 9000, about | {"remote_control": "off", "queues": [], "processes": 0})
+    [shown] = Client(redis_url).supervisors()
+    link.close()
+    assert set(shown) == keys(api_types.SupervisorInfo)
+    assert get_args(api_types.RemoteControl) == LEVELS == SERVICE["remote_control"].range
 
 
 def test_words_of_schedules() -> None:

@@ -91,6 +91,7 @@ def ask_as(group: str, forq: Forq, method: str, **params: object) -> dict[str, A
         ("version", {}),
         ("status", {}),
         ("status", {"names": ["q"]}),
+        ("supervisors", {}),
         ("jobs", {"name": "q"}),
         ("jobs", {"name": "q", "state": "dead"}),
         ("job", {"name": "q", "id": "waiting"}),

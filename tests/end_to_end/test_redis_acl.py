@@ -9,6 +9,8 @@ import pytest
 import redis
 
 from forq import App, Client, Queue
+from forq.broker.control import Control
+from forq.broker.link import Link
 from forq.broker.scripts import flags, script
 from forq.client import new_job
 from forq.errors import ForqError, QueueFull, RedisUnavailable, UnknownJob, UnknownQueue
@@ -24,6 +26,8 @@ OF_CLIENTS = (
     *("enqueue", "cancel", "counts", "wait", "await", "unawait", "ack", "pause"),
     *("revive", "discard", "set_schedule", "drop_schedule", "trigger"),
 )
+# Methods of a Queue that ask a supervisor: not for producers.
+CONTROLS = {"kill", "stack", "logs", "restart"}
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -223,7 +227,7 @@ def test_a_producer_may_call_every_queue_method_without_another_user_calling_it_
     with server_with_recipe(tmp_path) as server, running(redis=url(server, "worker")) as forq:
         create_for_api(forq)
         client = Client(url(server, "producer"))
-        assert set(whole_api(client)) == {name for name in vars(Queue) if not name.startswith("_")}
+        assert set(whole_api(client)) | CONTROLS == {name for name in vars(Queue) if not name.startswith("_")}
         call_whole_api(server)
         # Without the library on the server, the producer first tried to load it, then EVAL.
         others = [line for line in refusals(server) if "load" not in line and "eval" not in line]
@@ -294,6 +298,43 @@ def test_a_monitor_may_read_and_change_nothing(forq: Forq, server: Server) -> No
         with pytest.raises(ForqError, match=r"(?i)permission|can't run this command"):  # the latter on Redis 7.0
             change()
     assert client.queue("m").status()["waiting"] == 1
+
+
+def test_only_the_user_of_supervisors_may_control_them(tmp_path: Path) -> None:
+    with (
+        server_with_recipe(tmp_path) as server,
+        running(redis=url(server, "worker"), settings='remote_control = "full"\n') as forq,
+    ):
+        forq.create("c", "act")
+        worker, producer, monitor = (Client(url(server, user)) for user in USERS)
+        wait_until(lambda: "c" in worker.supervisors()[0]["queues"], what="it is announced")
+        producer.queue("c").enqueue({"do": "hang"}, id="a")
+        wait_until(lambda: forq.child("c")["job"] == "a", what="it runs")
+        refusals(server)
+        [target] = monitor.supervisors()
+        assert refusals(server) == []
+        for queue in (producer.queue("c"), monitor.queue("c")):
+            for call in (lambda: queue.kill("a"), queue.stack, queue.logs, queue.restart):  # noqa: B023
+                with pytest.raises(ForqError, match=r"(?i)permission|can't run this command"):
+                    call()
+        # They can skip what the client checks, and still reach nothing.
+        requests = f"forq:{{control}}:requests:{target['processor']}"
+        for user in ("producer", "monitor"):
+            control = Control(Link(url(server, user)), "forq:")
+            with pytest.raises(ForqError, match=r"(?i)permission|can't run this command"):
+                control.send(target, "kill", {"name": "c", "id": "a", "fence": 1})
+            with redis.Redis.from_url(url(server, user)) as raw:
+                for command in (("RPUSH", requests, "x"), ("PUBLISH", f"forq:{{control}}@0:{requests}", "x")):
+                    with pytest.raises(redis.exceptions.NoPermissionError):
+                        raw.execute_command(*command)
+        assert forq.child("c")["job"] == "a"
+        assert "remote request" not in forq.log
+        refusals(server)
+        assert [stack["job"] for stack in worker.queue("c").stack()] == ["a"]
+        assert worker.queue("c").kill("a")["outcome"] == "cancelled"
+        worker.queue("c").restart()
+        assert isinstance(worker.queue("c").logs(), list)
+        assert refusals(server) == []
 
 
 def test_no_user_connects_without_a_password(server: Server) -> None:

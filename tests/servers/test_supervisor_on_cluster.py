@@ -167,3 +167,23 @@ def is_renewed(cluster: RedisCluster, name: str, before: dict[bytes, float]) -> 
     now = processors(cluster, name)
     assert before.keys() == now.keys()
     return all(now[processor] > until_ms + 2000 for processor, until_ms in before.items())
+
+
+def test_jobs_of_another_supervisor_are_controlled_on_every_node(cluster: RedisCluster, forq: Forq) -> None:
+    client = Client(cluster.url)
+    with running(redis=cluster.url, settings='remote_control = "full"\n') as far:
+        for name in spread(cluster, "far"):
+            far.create(name, "act")
+            client.queue(name).enqueue({"do": "hang"}, id="a")
+            wait_until(partial(_runs, far, name, "a"), what="it runs")
+            wait_until(partial(_is_announced, client, name), what="its queue is announced")
+            assert [stack["job"] for stack in client.queue(name).stack()] == ["a"]
+            assert forq.ctl("kill", name, "a").startswith("killing a (process ")
+
+
+def _runs(forq: Forq, queue: str, job: str) -> bool:
+    return bool(forq.child(queue)["job"] == job)
+
+
+def _is_announced(client: Client, queue: str) -> bool:
+    return any(queue in each["queues"] for each in client.supervisors())

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
+from forq.broker.control import Taken, TakenRequest
 from forq.broker.recovery import Heartbeat, Position, QueueGone, Recovered
 from forq.broker.scripts import Fate
+from forq.broker.supervisors import Announced
 from forq.errors import Fenced, ForqError, RedisUnavailable
 from forq.procs import jsonrpc
 from forq.procs.scoreboard import Role, Slot, State, pack_position
@@ -67,6 +69,10 @@ class FakeRedis:
         self.connected = False
         self.connects = 0
         self.messages: list[tuple[str, str]] = []
+        # The description in each announcement; None: unchanged.
+        self.announced: list[dict[str, Any] | None] = []
+        self.withdrawn: list[str] = []
+        self.requests: list[TakenRequest] = []
         self._reading, self._writing = os.pipe()
 
     def _check(self) -> None:
@@ -119,6 +125,18 @@ class FakeRedis:
     def incomplete(self, names: dict[str, str]) -> dict[str, str]:
         return names
 
+    def announce(self, processor: str, expiry_ms: int, about: dict[str, Any] | None) -> Announced:
+        self._check()
+        self.announced.append(about)
+        return Announced(len(self.requests), False)
+
+    def withdraw(self, processor: str) -> None:
+        self.withdrawn.append(processor)
+
+    def take(self, processor: str, count: int) -> Taken:
+        taken, self.requests = self.requests[:count], self.requests[count:]
+        return Taken(taken, len(self.requests), 0, 0, 0)
+
     def connect(self) -> None:
         self.connects += 1
         self._check()
@@ -166,6 +184,7 @@ class Rig:
         for holder in (pulse._batches, pulse._unread):
             holder._recovery = self.redis  # type: ignore[assignment]
         pulse._incomplete._registry = self.redis  # type: ignore[assignment]
+        pulse._remote._supervisors = pulse._remote._control = self.redis  # type: ignore[assignment]
         pulse._batches._now_ns = lambda: int(self.now * 1e9)
         self.events: list[dict[str, Any]] = []
         monkeypatch.setattr(pulse._rpc, "notify", lambda event, **more: self.events.append({"event": event, **more}))
@@ -402,6 +421,7 @@ def test_after_the_recovery_of_running_jobs_one_heartbeat_counts_the_suspects(ri
 def test_an_eviction_covers_the_fail_queues_and_logs_lost_attempts(rig: Rig, caplog: pytest.LogCaptureFixture) -> None:
     assert rig.request("evict", processor="old", cause="restarted", queues=["q"]) == {}
     assert rig.redis.evicted == [("q", "old", "restarted"), ("q#fail", "old", "restarted")]
+    assert rig.redis.withdrawn == ["old"]
     assert caplog.messages[0] == "job lost with its process (restarted): attempt 1 of 4, retry at once queue=q job=a"
 
 
@@ -605,3 +625,50 @@ def test_incomplete_queues_are_reported_while_redis_is_reachable(rig: Rig) -> No
     rig.take_events()
     rig.advance(2 * INCOMPLETE_CHECK_SECONDS)
     assert rig.take_events("queue_incomplete") == []
+
+
+def test_the_supervisor_is_announced_with_each_heartbeat_and_described_only_when_something_has_changed(
+    rig: Rig,
+) -> None:
+    rig.redis.announced.clear()
+    for _ in range(2):
+        rig.advance(HEARTBEAT_SECONDS)
+    assert rig.redis.announced == [None, None]
+    rig.slot(pid=7)
+    rig.slot(pid=7)
+    rig.advance(HEARTBEAT_SECONDS)
+    assert rig.redis.announced[2] == {"queues": ["q"], "processes": 1, "expiry_ms": 30_000}
+    rig.request("serve", queues=["q", "r"], with_fail_queue=["r"])
+    rig.advance(0)
+    assert rig.redis.announced[3] == {"queues": ["q", "r"], "processes": 1, "expiry_ms": 30_000}
+
+
+def test_an_announcement_that_failed_is_repeated_with_the_description(rig: Rig) -> None:
+    rig.slot(pid=7)
+    rig.redis.down = True
+    rig.advance(HEARTBEAT_SECONDS)
+    rig.redis.announced.clear()
+    rig.redis.down = False
+    rig.advance(HEARTBEAT_SECONDS)
+    assert rig.redis.announced[0] is not None
+
+
+def test_a_supervisor_that_stops_is_not_announced_again(rig: Rig) -> None:
+    rig.request("evict", processor=FakeRedis.processor, cause="stopped", queues=[])
+    rig.redis.announced.clear()
+    rig.advance(HEARTBEAT_SECONDS)
+    assert (rig.redis.withdrawn, rig.redis.announced) == ([FakeRedis.processor], [])
+
+
+def test_requests_are_forwarded_when_a_message_or_a_heartbeat_reports_them(rig: Rig) -> None:
+    def forwarded() -> list[str]:
+        return [event["request"]["id"] for event in rig.take_events("remote_request")]
+
+    rig.redis.requests = [TakenRequest(str(number), 1e9, b'{"method":"ping","params":{}}') for number in range(20)]
+    rig.redis.messages.append((f"forq:{{control}}@0:requests:{FakeRedis.processor}", "0"))
+    rig.redis.publish("q", "0")
+    rig.advance(0)
+    assert forwarded() == [str(number) for number in range(20)]
+    rig.redis.requests = [TakenRequest("later", 1e9, b'{"method":"ping","params":{}}')]
+    rig.advance(HEARTBEAT_SECONDS)
+    assert forwarded() == ["later"]

@@ -21,6 +21,8 @@ from tests.support.drive.wait import wait_until
 # Heartbeats promote jobs too. A long interval keeps them from hiding a lost timer.
 RARELY_SECONDS = 3600.0
 BEATS = "forq:queue:{q}:counts"
+# Pulse subscribes to the timers of all queues, and to requests for its supervisor.
+PATTERNS = 2
 
 
 class LeashedPulse:
@@ -88,7 +90,7 @@ def test_pulse_receives_timers_of_a_new_queue_once_it_has_replied(server: Server
         server.start()
         Client(redis_url).create_queue("q")
         assert pulse.request("serve_also", queue="q", with_fail_queue=False) == {}
-        assert subscriptions(server) == 1
+        assert subscriptions(server) == PATTERNS
         queue = Client(redis_url).queue("q")
         queue.enqueue(1, run_in=0.1)
         wait_until(lambda: queue.status()["waiting"] == 1)
@@ -127,7 +129,7 @@ def test_a_broken_subscription_is_restored_and_missed_timers_are_read(
         redis.client_kill_filter(_id=subscription["id"])
         queue.enqueue(1, run_in=0.1)
     wait_until(lambda: queue.status()["waiting"] == 1)
-    wait_until(lambda: subscriptions(server) == 1)
+    wait_until(lambda: subscriptions(server) == PATTERNS)
     queue.enqueue(2, run_in=0.1)
     wait_until(lambda: queue.status()["waiting"] == 2)
 

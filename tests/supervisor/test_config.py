@@ -69,6 +69,7 @@ def test_without_settings_the_defaults_apply() -> None:
         log_max=8 * 1024**2,
         log_redact=(),
         control_read_group=None,
+        remote_control="off",
         titles="full",
         queues=(),
     )

@@ -67,6 +67,15 @@ QUEUE_KEYS = (
     "trash:EPOCH:outbox",  # list: unwritten lines of a deleted queue
 )
 
+# The names after PREFIX '{control}' ':' (same test). No producer may write them (etc/redis-acl.conf).
+CONTROL_KEYS = (
+    "supervisors",  # zset: processor of each live supervisor by the time (ms) at which it counts as dead
+    "about",  # hash: processor -> its host, version, queues … as JSON
+    "requests:P",  # list: ID DEADLINE_MS JSON of requests that supervisor P has not read; expires
+    "taken:P:ID",  # string: 1 if P has read this request, 2 if it has answered; expires
+    "answer:P:ID",  # list: the answer to this request; expires
+)
+
 # The channels after BASE '@' DB ':' (same test). DB, because messages reach all databases of a server.
 CHANNELS = (
     "due",  # ms until the new head of `scheduled` is due; and other messages for pulse
@@ -74,6 +83,12 @@ CHANNELS = (
     "outbox",  # there are lines for the failed log
     "handed:C",  # an awaiter of clerk C has an entry in its list
     "ended:ID",  # how that job ended, for clients that wait
+)
+
+# The channels after PREFIX '{control}' '@' DB ':'.
+CONTROL_CHANNELS = (
+    "requests:P",  # there is a request to supervisor P
+    "answered:ID",  # there is an answer to this request
 )
 
 DEFAULT_PRIORITY = 5
@@ -86,6 +101,29 @@ def registry_key(prefix: str) -> str:
 def deleted_queues_key(prefix: str) -> str:
     """A zset: names of deleted queues by the time (ms) of the last deletion, while the journal is kept."""
     return f"{prefix}queues:deleted"
+
+
+def control_base(prefix: str) -> str:
+    """The base of the keys about supervisors. One hash tag for all of them, so they are on one cluster node."""
+    return f"{prefix}{{control}}"
+
+
+def answer_key(base: str, processor: str, request: str) -> str:
+    """Derived by both sides: a request cannot name the key that its answer is written to."""
+    return f"{base}:answer:{processor}:{request}"
+
+
+def taken_key(base: str, processor: str, request: str) -> str:
+    return f"{base}:taken:{processor}:{request}"
+
+
+def requests_channel(base: str, db: int, processor: str) -> str:
+    """The channel that wakes the pulse of a supervisor."""
+    return f"{base}@{db}:requests:{processor}"
+
+
+def answered_channel(base: str, db: int, request: str) -> str:
+    return f"{base}@{db}:answered:{request}"
 
 
 # The fail queue of queue NAME is NAME#fail, which is not a valid name for users.

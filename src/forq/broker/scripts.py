@@ -30,6 +30,7 @@ from forq.errors import (
     TooManySchedules,
     UnknownQueue,
     UnknownSchedule,
+    UnknownSupervisor,
     UsageError,
     WrongMode,
 )
@@ -59,13 +60,15 @@ BROKEN = -30
 NO_SCHEDULE = -40
 TOO_MANY_SCHEDULES = -41
 KEEPS_NOTHING = -50
+NO_SUPERVISOR = -60
+TOO_MANY_REQUESTS = -61
 
 LUA_CONSTANTS = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, int)}
 LUA_CONSTANTS.pop("PROTOCOL")
 
 FILES = (
     *("call", "journal", "records", "hints", "limits", "results", "claims", "failures"),
-    *("leases", "schedules", "release", "recovery", "queues", "enqueue", "turn", "verbs"),
+    *("leases", "schedules", "release", "recovery", "control", "queues", "enqueue", "turn", "verbs"),
 )
 # An entry of the table in verbs.lua: name, function, flag.
 _VERB = re.compile(r"^  \{ '(\w+)', \w+, '([a-z-]*)' \},$", re.MULTILINE)
@@ -184,6 +187,10 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
             f"queue {queue!r} keeps no results; to keep them: forqctl set {queue} keep_done=1h, or for one task: "
             '@app.task(keep_done="1h")'
         )
+    if code == NO_SUPERVISOR:
+        return UnknownSupervisor(f"supervisor {queue} has ended or sends no heartbeats; see: forqctl status --all")
+    if code == TOO_MANY_REQUESTS:
+        return ForqError(f"{detail[0]} requests wait for supervisor {queue} already; nothing was sent")
     return ForqError(f"unexpected reply {reply!r} about queue {queue!r}")
 
 

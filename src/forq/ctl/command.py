@@ -45,8 +45,12 @@ EXIT_CODES = {
 ALL_EXIT_CODES = {
     **EXIT_CODES,
     3: "status --check: not healthy; apply --dry-run: changes; delete: some processes cannot be killed",
-    4: "no such queue, app, job or schedule",
+    4: "no such queue, app, job, schedule or supervisor",
 }
+
+
+# Of the timeout.
+PART_FOR_ELSEWHERE = 0.8
 
 
 class Argument:
@@ -151,6 +155,13 @@ def given(args: Namespace, *names: str) -> dict[str, Any]:
     return {name: getattr(args, name) for name in names if getattr(args, name) is not None}
 
 
+def elsewhere(args: Namespace) -> dict[str, Any]:
+    """--on, and the time in which a supervisor elsewhere must answer. It ends before --timeout, so that the error can
+    say whether the request may have been carried out."""
+    limit = args.timeout_seconds
+    return given(args, "on") | ({} if limit is None else {"timeout": PART_FOR_ELSEWHERE * limit})
+
+
 GLOBAL_ARGUMENTS = (
     Argument(
         "--socket",
@@ -170,6 +181,11 @@ PRIORITY = Argument(
 )
 TYPE = Argument("--type", metavar="T", help="job type; selects one of the queue's handlers")
 AFTER = Argument("--after", metavar="CURSOR", help="continue after the previous page")
+ON = Argument(
+    "--on",
+    metavar="SUPERVISOR",
+    help="carry it out there: the name of a processor (or its beginning), or of a host (see status --all)",
+)
 NO_QUEUE = {4: "no such queue"}
 
 

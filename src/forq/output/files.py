@@ -152,16 +152,21 @@ class OutputReader:
     def __init__(self, logs_dir: Path) -> None:
         self._logs_dir = logs_dir
 
-    def read(self, queue: str, cursor: str | None, *, tail: int, job: str | None) -> dict[str, Any]:
+    def read(
+        self, queue: str, cursor: str | None, *, tail: int, job: str | None, small: bool = False
+    ) -> dict[str, Any]:
         """Records after the cursor, or the last `tail` lines; the next cursor; whether there is more; whether lines
-        were lost."""
+        were lost. `small`: in parts of READ_BYTES, also those of one job."""
         directory = self._logs_dir / queue
         opened = [_OpenFile.open(directory / name) for name in (CURRENT, PREVIOUS)]
         files = [file for file in opened if file is not None]
         try:
             if not files and not (directory / FIFO_NAME).exists():
-                raise UnknownQueue(f"no output of queue {queue!r}")
-            return self._read(files, cursor, tail, job)
+                raise UnknownQueue(
+                    f"no output of queue {queue!r} on this host; if it runs elsewhere: forqctl logs {queue} --on HOST "
+                    "(forqctl status --all lists the hosts)"
+                )
+            return self._read(files, cursor, tail, job, small)
         finally:
             for file in files:
                 os.close(file.fd)
@@ -175,7 +180,9 @@ class OutputReader:
         name, offset = _parse_cursor(cursor)
         return name != current.name or current.size > offset
 
-    def _read(self, files: list[_OpenFile], cursor: str | None, tail: int, job: str | None) -> dict[str, Any]:
+    def _read(
+        self, files: list[_OpenFile], cursor: str | None, tail: int, job: str | None, small: bool
+    ) -> dict[str, Any]:
         # The oldest first, without those that have no complete line.
         files = [file for file in files[::-1] if file.name != _NO_LINE]
         if len(files) > 1 and files[0].name == files[1].name:
@@ -185,7 +192,7 @@ class OutputReader:
         records: list[Any] = []
         if not files:
             return {"records": records, "cursor": f"{_NO_LINE}:0", "more": False, "skipped": skipped}
-        end = _read_records(files[at], offset, job, records)
+        end = _read_records(files[at], offset, job, records, READ_BYTES if job is None or small else SEARCH_BYTES)
         if at + 1 < len(files) and end in (offset, files[at].size):
             at, end, more = at + 1, 0, True
         else:
@@ -239,9 +246,9 @@ def _find_tail(files: list[_OpenFile], lines: int) -> tuple[int, int]:
     return 0, 0
 
 
-def _read_records(file: _OpenFile, offset: int, job: str | None, records: list[Any]) -> int:
+def _read_records(file: _OpenFile, offset: int, job: str | None, records: list[Any], size: int) -> int:
     """Appends the next records; returns the offset to continue at. Leaves an incomplete line for the next call."""
-    block = os.pread(file.fd, READ_BYTES if job is None else SEARCH_BYTES, offset)
+    block = os.pread(file.fd, size, offset)
     end = block.rfind(b"\n") + 1
     if not end and len(block) >= READ_BYTES:
         # The logger writes no line this long: skip it.

@@ -1,7 +1,9 @@
 """The settings and shared memory that every child inherits at its fork."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from forq.log_format import LogFormat
 from forq.procs.cgroups import Cgroups
@@ -15,6 +17,8 @@ class Context:
     prefix: str
     # Name of this run of the supervisor in Redis.
     processor: str
+    # What other supervisors and clients see of this one (broker/supervisors.py): host, pid, version …
+    about: Mapping[str, Any]
     heartbeat_seconds: float
     expiry_ms: int
     max_queues: int

@@ -21,6 +21,7 @@ from forq.procs.context import Context
 from forq.procs.liveness import DISK_SECONDS, expect_busy
 from forq.procs.loop import Loop, service_loop
 from forq.schedules import APP, CONFIG, Schedule
+from forq.services.elsewhere import Elsewhere
 from forq.services.rpc import RpcServer
 from forq.services.scribe import append_lines
 from forq.services.waiting import Awaiters, Followers, Watchers
@@ -52,6 +53,7 @@ class Clerk:
         self.awaiters = Awaiters(self._link, context.prefix, loop)
         self.watchers = Watchers(self._link, context.prefix, loop)
         self.followers = Followers(context.logs_dir)
+        self.elsewhere = Elsewhere(self._link, context.prefix, loop)
 
     def after_pass(self) -> float | None:
         """Serves waiting clients. Returns the seconds until the next one is due, or None."""
@@ -98,6 +100,8 @@ class Clerk:
             "counts": self.counts,
             "overview": self.overview,
             "memory": self.memory,
+            "supervisors": self.elsewhere.supervisors,
+            "elsewhere": self.elsewhere.ask,
         }
 
     def check(self, params: dict[str, Any]) -> object:

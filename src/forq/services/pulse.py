@@ -8,10 +8,18 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from forq.broker.keys import due_channels, fail_queue, main_queue, queue_of_channel
+from forq.broker.keys import (
+    control_base,
+    due_channels,
+    fail_queue,
+    main_queue,
+    queue_of_channel,
+    requests_channel,
+)
 from forq.broker.link import Link
 from forq.broker.pubsub import Subscription
 from forq.broker.recovery import Heartbeat, Outcome, Position, QueueGone, WorkerRecovery
@@ -25,6 +33,7 @@ from forq.procs.loop import Loop
 from forq.procs.scoreboard import Role, State
 from forq.procs.treekill import kill_tree
 from forq.redis_url import database_of
+from forq.services.remote_requests import RemoteRequests
 from forq.services.rescue import BatchRescue, UnreadClaims
 from forq.services.rpc import RpcServer
 
@@ -74,7 +83,8 @@ class Pulse:
     5. Notifies the supervisor of suspects, and of fail jobs that wait for a busy retry process.
     6. Notifies the supervisor when Redis comes back or has lost its functions: clients may lack the right to load them.
     7. Finds queues of release modes that are not served here, and queues that were left incomplete.
-    8. Kills the children that cannot exit on their own after the supervisor has died.
+    8. Announces this supervisor, and forwards requests that come through Redis to it (remote_requests.py).
+    9. Kills the children that cannot exit on their own after the supervisor has died.
     """
 
     def __init__(self, context: Context, leash: socket.socket, now: Callable[[], float] = time.monotonic) -> None:
@@ -91,6 +101,7 @@ class Pulse:
             "recover": self._recover,
             "evict": self._evict,
             "check_unread": self._check_unread,
+            "remote_answer": self._remote_answer,
         }
         self._now = now
         self._loop = Loop(now, poller=select.poll(), on_error=_log_or_raise)
@@ -105,8 +116,19 @@ class Pulse:
             probe=lambda slots, unread: self._rpc.notify("probe", slots=slots, unread=unread),
             now=now,
         )
+        self._remote = RemoteRequests(
+            link,
+            context,
+            later=self._later,
+            forward=lambda request: self._rpc.notify("remote_request", request=request),
+        )
+        database = database_of(context.url)
+        self._requests_channel = requests_channel(control_base(context.prefix), database, context.processor)
         self._subscription = Subscription(
-            context.url, due_channels(context.prefix, database_of(context.url)), name="forq-pulse-subscription"
+            context.url,
+            due_channels(context.prefix, database),
+            self._requests_channel,
+            name="forq-pulse-subscription",
         )
         self._queues: list[str] = []
         # Queues of a release mode, just created: the supervisor is about to serve them.
@@ -136,6 +158,7 @@ class Pulse:
         self._queues = served
         self._created -= new
         self._subscribe_and_beat(sorted(new))
+        self._later(0, self._announce)
         return {}
 
     def _serve_also(self, params: dict[str, Any]) -> object:
@@ -144,6 +167,7 @@ class Pulse:
         new = [queue, fail_queue(queue)] if params["with_fail_queue"] else [queue]
         self._queues = [name for name in self._queues if name not in new] + new
         self._subscribe_and_beat(new)
+        self._later(0, self._announce)
         return {}
 
     def _heartbeat(self, params: dict[str, Any]) -> object:
@@ -187,11 +211,23 @@ class Pulse:
             for each in (queue, fail_queue(queue)):
                 log_loss = partial(_log_evicted_attempt, each, params["cause"])
                 self._recovery.evict(each, params["processor"], params["cause"], log_loss)
+        self._remote.withdraw(params["processor"])
         return {}
+
+    def _remote_answer(self, params: dict[str, Any]) -> object:
+        """The supervisor has carried out a request that came through Redis."""
+        self._remote.answer(params["processor"], params["id"], params["line"])
+        return {}
+
+    def _announce(self) -> None:
+        """A failure of Redis is reported by the heartbeats."""
+        with suppress(RedisUnavailable):
+            self._remote.announce([queue for queue in self._queues if queue == main_queue(queue)])
 
     def _beat(self) -> None:
         self._subscribe_and_beat(self._queues)
         self._created.clear()
+        self._later(0, self._announce)
         self._later(0, self._find_queues)
         seconds = self._context.heartbeat_seconds
         self._later(seconds if self._redis_ok else min(seconds, REDIS_RETRY_SECONDS), self._beat)
@@ -302,6 +338,9 @@ class Pulse:
             self._later(RESUBSCRIBE_SECONDS, self._resubscribe)
             return
         for channel, message in messages:
+            if channel == self._requests_channel:
+                self._remote.take_soon()
+                continue
             queue = queue_of_channel(channel)
             if message == QUEUE_CREATED:
                 self._created.add(queue)

@@ -396,7 +396,10 @@ class Followers:
         wait_seconds = _read_number(params.get("wait"), "wait", LONGEST_WAIT_SECONDS) or 0.0
         tail = _read_number(params.get("lines"), "lines", MAX_TAIL)
         answer = self._reader.read(
-            queue, params.get("cursor"), tail=DEFAULT_TAIL if tail is None else int(tail), job=job
+            *(queue, params.get("cursor")),
+            tail=DEFAULT_TAIL if tail is None else int(tail),
+            job=job,
+            small=bool(params.get("small")),
         )
         if answer["records"] or answer["more"] or answer["skipped"] or wait_seconds <= 0:
             return answer

@@ -16,6 +16,7 @@ def context(**changes: Any) -> Context:
         "url": "unix:///nowhere",
         "prefix": DEFAULT_PREFIX,
         "processor": "p",
+        "about": {},
         "heartbeat_seconds": 10.0,
         "expiry_ms": 30_000,
         "max_queues": 10,

@@ -4,6 +4,8 @@
 local VERBS = {
   { 'accept', open, 'allow-oom' },
   { 'ack', open_counts, 'allow-oom' },
+  { 'announce', open_queue, 'allow-oom' },
+  { 'answer', open_queue, 'allow-oom' },
   { 'await', open_counts, 'allow-oom' },
   { 'cancel', open_counts, 'allow-oom' },
   { 'collect', open, 'allow-oom' },
@@ -27,15 +29,18 @@ local VERBS = {
   { 'recover', open_counts, 'allow-oom' },
   { 'release', open_counts, 'allow-oom' },
   { 'remember', begin, 'allow-oom' },
+  { 'request', open_queue, 'allow-oom' },
   { 'rescue', open_counts, 'allow-oom' },
   { 'reserve', begin, 'allow-oom' },
   { 'retire', begin, 'allow-oom' },
   { 'revive', open_counts, 'allow-oom' },
   { 'set_schedule', open, 'allow-oom' },
+  { 'take', open_queue, 'allow-oom' },
   { 'trigger', open_counts, '' },
   { 'turn', open_counts, 'allow-oom' },
   { 'unawait', open_counts, 'allow-oom' },
   { 'wait', open, 'allow-oom' },
+  { 'withdraw', open_queue, 'allow-oom' },
 }
 
 -- While a library is loaded, no Lua library function exists, not even pairs.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+
 from forq.ctl.client import connect
-from forq.ctl.command import AFTER, ID, NAME, NO_QUEUE, Argument, Command, given
+from forq.ctl.command import AFTER, ID, NAME, NO_QUEUE, ON, Argument, Command, elsewhere, given
 from forq.ctl.output import (
     dead_error,
     field_text,
@@ -171,13 +173,16 @@ def _field_text(key: str, value: Any) -> str:
     NAME,
     ID,
     Argument("--retry", action="store_true", help="put it back in line instead, without counting the attempt"),
-    more="The job is killed as after a timeout. The command does not wait for its end.",
+    ON,
+    more="The job is killed as after a timeout. The command does not wait for its end. If another supervisor runs the "
+    "job, that one is asked; it must allow that (remote_control).",
     examples=["kill mails 01JD0Z --retry"],
     json="kill",
-    exits={4: "no such queue, or the job is not running under this supervisor"},
+    exits={4: "no such queue or supervisor, or the job is not running"},
 )
 def kill(args: Namespace) -> int:
-    result = connect(args).call("kill", {"name": args.name, "id": args.id, "retry": args.retry})
+    params = {"name": args.name, "id": args.id, "retry": args.retry, **elsewhere(args)}
+    result = connect(args).call("kill", params)
     then = "it goes back in line" if result["outcome"] == "interrupted" else "it is cancelled"
     others = len(result["others"])
     jobs = "the other job of its process has" if others == 1 else f"{others} other jobs of its process have"
@@ -189,13 +194,15 @@ def kill(args: Namespace) -> int:
     "stack",
     "show the stacks of a queue's running jobs",
     NAME,
-    more="The innermost frame comes first. The jobs are not disturbed.",
+    ON,
+    more="The innermost frame comes first. The jobs are not disturbed. If only another supervisor serves the queue, "
+    "that one is asked; it must allow that (remote_control).",
     examples=["stack mails"],
     json="stack",
     exits=NO_QUEUE,
 )
 def stack(args: Namespace) -> int:
-    result = connect(args).call("stack", {"name": args.name})
+    result = connect(args).call("stack", {"name": args.name, **elsewhere(args)})
     if args.json:
         print_json(result)
         return 0
@@ -206,6 +213,8 @@ def stack(args: Namespace) -> int:
         print(f"{entry['role']} process {entry['pid']}: {doing}")
         for line in (entry["stack"] or "  (no stack available)").splitlines():
             print(printable(line))
+    if cut := result.get("cut"):
+        print(f"forqctl: too much to send: {cut} stacks are cut or missing; run it on that host", file=sys.stderr)
     return 0
 
 

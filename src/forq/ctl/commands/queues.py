@@ -7,7 +7,7 @@ import sys
 import time
 
 from forq.ctl.client import connect, wait_for_answer
-from forq.ctl.command import NAME, NO_QUEUE, WAIT, Argument, Command, duration, given
+from forq.ctl.command import NAME, NO_QUEUE, ON, WAIT, Argument, Command, duration, given
 from forq.ctl.output import print_json, print_result, printable, running_jobs_text, short_duration
 from forq.errors import CannotImport, UsageError
 
@@ -166,14 +166,16 @@ def resume(args: Namespace) -> int:
     Argument("name", nargs="?", metavar="NAME", help="the queue"),
     Argument("--app", metavar="APP", help="read the definitions of this app again, and restart all its queues"),
     IMPORT_WAIT,
+    ON,
     more="New processes import the handler and join the queue; then the old ones start no more jobs, and their running "
     "ones get stop_grace to finish. A queue with several main processes replaces one after the other. With --app the "
     "new definitions are read first. If that fails, nothing is stopped. Then new queues are opened, changed options "
     "and schedules take effect, and schedules that the app no longer has are removed. A queue that it no longer has "
-    "keeps its jobs; nothing serves it.",
+    "keeps its jobs; nothing serves it. If only another supervisor serves the queue, that one is asked; it must allow "
+    "that (remote_control).",
     examples=["restart mails  # load new code", "restart --app shop  # after a deploy"],
     json=IMPORTED.format("queue.restart").replace(";", ", or with --app of `app.restart`;"),
-    exits={4: "no such queue or app"},
+    exits={4: "no such queue, app or supervisor"},
 )
 def restart(args: Namespace) -> int:
     if (args.name is None) == (args.app is None):
@@ -181,7 +183,9 @@ def restart(args: Namespace) -> int:
     if args.app is not None:
         return _restart_app(args)
     try:
-        return _print_done(args, _call_with_import(args, "queue.restart", {"name": args.name}), "restarted")
+        return _print_done(
+            args, _call_with_import(args, "queue.restart", {"name": args.name, **given(args, "on")}), "restarted"
+        )
     except CannotImport as exc:
         return _print_import_error(args, exc, f"fix it, then run: forqctl restart {args.name}")
 
@@ -189,7 +193,7 @@ def restart(args: Namespace) -> int:
 def _restart_app(args: Namespace) -> int:
     args.name = args.app
     try:
-        result = _call_with_import(args, "app.restart", {"name": args.app})
+        result = _call_with_import(args, "app.restart", {"name": args.app, **given(args, "on")})
     except CannotImport as exc:
         return _print_import_error(args, exc, f"fix it, then run: forqctl restart --app {args.app}")
     changes = [

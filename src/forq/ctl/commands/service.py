@@ -7,7 +7,7 @@ import sys
 import time
 
 from forq.ctl.client import ControlClient, connect, wait_for_answer
-from forq.ctl.command import EXIT_CODES, Argument, Command
+from forq.ctl.command import EXIT_CODES, ON, Argument, Command, elsewhere
 from forq.ctl.output import (
     cell_text,
     iso_time,
@@ -19,7 +19,7 @@ from forq.ctl.output import (
     running_jobs_text,
     short_duration,
 )
-from forq.errors import SupervisorUnreachable, TimedOut
+from forq.errors import SupervisorUnreachable, TimedOut, UsageError
 from forq.health import faults_of_queue, faults_of_supervisor, unresponsive_services
 from forq.version import VERSION
 
@@ -39,6 +39,8 @@ MAX_HOLDERS_SHOWN = 20
 # Time between the end of the connection and the end of the process.
 EXIT_SECONDS = 10.0
 MAX_QUEUES_SHOWN = 5
+# Characters of a processor's name; --on accepts them.
+SHOWN_PROCESSOR = 12
 _COLUMNS: tuple[tuple[str, str], ...] = (
     ("QUEUE", "name"),
     ("STATE", "state"),
@@ -57,16 +59,23 @@ _COLUMNS: tuple[tuple[str, str], ...] = (
     Argument("names", nargs="*", metavar="NAME", help="a queue"),
     Argument("--check", action="store_true", help="exit with 3 if anything is not healthy"),
     Argument("--memory", action="store_true", help="also show the memory (PSS) of each process"),
-    more="While Redis is down, counts are shown as -. docs/design/states.md explains the states.",
+    Argument("--all", action="store_true", help="show all supervisors on this Redis instead"),
+    ON,
+    more="While Redis is down, counts are shown as -. docs/design/states.md explains the states. With --all, NOTE "
+    "marks supervisors on the same host with the same state directory or config file (duplicate), and those older than "
+    "another one (version skew); --check then exits with 3.",
     examples=[
         "status --check  # for monitoring",
+        "status --all  # every supervisor on this Redis",
         "status mails  # one queue in detail",
     ],
-    json="status",
-    exits={3: "with --check: not healthy", 4: "no such queue"},
+    json="the result of `status`; with --all of `supervisors`",
+    exits={3: "with --check: not healthy", 4: "no such queue or supervisor"},
 )
 def status(args: Namespace) -> int:
-    params: dict[str, Any] = {"names": args.names} if args.names else {}
+    if args.all:
+        return _show_supervisors(args)
+    params: dict[str, Any] = {**({"names": args.names} if args.names else {}), **elsewhere(args)}
     if args.memory:
         params["memory"] = True
     result = connect(args).call("status", params)
@@ -81,6 +90,38 @@ def status(args: Namespace) -> int:
         sys.stdout.flush()
         print(f"forqctl: not healthy: {'; '.join(faults)}", file=sys.stderr)
     return NOT_HEALTHY if faults else 0
+
+
+def _show_supervisors(args: Namespace) -> int:
+    if args.names or args.memory or args.on is not None:
+        raise UsageError("--all shows every supervisor: leave out NAME, --memory and --on")
+    result = connect(args).call("supervisors", {})
+    found = result["supervisors"]
+    if args.json:
+        print_json(result)
+    else:
+        print_table(
+            (
+                *("PROCESSOR", "HOST", "PID", "VERSION", "PROTOCOL", "QUEUES", "PROCESSES"),
+                *("HEARTBEAT", "REMOTE", "NOTE"),
+            ),
+            [
+                (
+                    *(each["processor"][:SHOWN_PROCESSOR], each["host"], each["pid"], each["version"]),
+                    *(each["protocol"], len(each["queues"]), each["processes"]),
+                    f"{short_duration(each['heartbeat_age_seconds'])} ago",
+                    *(each["remote_control"], _note(each)),
+                )
+                for each in found
+            ],
+        )
+    return NOT_HEALTHY if args.check and any(_note(each) for each in found) else 0
+
+
+def _note(supervisor: dict[str, Any]) -> str:
+    names = ", ".join(name[:SHOWN_PROCESSOR] for name in supervisor["duplicates"])
+    notes = [*([f"duplicate of {names}"] if names else []), *(["version skew"] if supervisor["version_skew"] else [])]
+    return "; ".join(notes)
 
 
 def health_problems(status: dict[str, Any]) -> list[str]:

@@ -7,7 +7,7 @@ import sys
 import time
 
 from forq.ctl.client import ControlClient, connect
-from forq.ctl.command import ID, NAME, WAIT, Argument, Command, duration
+from forq.ctl.command import ID, NAME, ON, WAIT, Argument, Command, duration, elsewhere
 from forq.ctl.output import as_json, iso_time, print_json, printable, use_colour
 from forq.errors import RedisUnavailable, TimedOut, UsageError
 from forq.progress_line import ProgressLine, bar_text
@@ -133,19 +133,26 @@ def _result_text(job: dict[str, Any]) -> str:
         metavar="N",
         help=f"number of lines to start with (default: {DEFAULT_LINES})",
     ),
+    ON,
     more="Older output is deleted when the files are rotated (log_max). Lines dropped because of too much output are "
-    "reported.",
-    examples=["logs mails -n 20", "logs mails -f --job 01JD0Z  # follow one job"],
+    "reported. The output of a queue is on the host that ran its jobs: --on reads it there, without --follow.",
+    examples=[
+        "logs mails -n 20",
+        "logs mails -f --job 01JD0Z  # follow one job",
+        "logs mails --on web-2  # of the supervisor on another host",
+    ],
     json="the `records` of `logs`, one object per line",
-    exits={4: "no output of a queue with that name"},
+    exits={4: "no such supervisor, or no output of a queue with that name"},
 )
 def logs(args: Namespace) -> int:
     from collections import deque
 
     if args.lines < 0:
         raise UsageError(f"--lines {args.lines} is not allowed: it must be 0 or more")
+    if args.follow and args.on is not None:
+        raise UsageError("--follow cannot be used with --on: run it on that host")
     client, output = connect(args), _LogOutput(args.json)
-    params: dict[str, Any] = {"name": args.name, "job": args.job, "lines": args.lines}
+    params: dict[str, Any] = {"name": args.name, "job": args.job, "lines": args.lines, **elsewhere(args)}
     last: deque[dict[str, Any]] = deque(maxlen=args.lines)
     cursor = None
     while True:

@@ -56,7 +56,7 @@ function _shtab_forqctl_using
 end
 
 set -g _shtab_forqctl_commands create delete status top jobs job push await dequeue ack schedule schedules unschedule trigger dead recover remove cancel pause resume drain set watch logs why kill stack restart apply ping version shutdown completion
-set -g _shtab_forqctl_opts_with_value --after --app --at --backoff --catch-up --count --cron --data --durable --every --expires-in --fail-handler --file --handler --id --identifier --if-exists --in --interval --jitter --job --job-timeout --keep-done --lease --limit --lines --max-retries --mode --overlap --path --priority --queue --reset-counts --set --socket --state --timeout --token --type --update-run-at --wait --zone -n
+set -g _shtab_forqctl_opts_with_value --after --app --at --backoff --catch-up --count --cron --data --durable --every --expires-in --fail-handler --file --handler --id --identifier --if-exists --in --interval --jitter --job --job-timeout --keep-done --lease --limit --lines --max-retries --mode --on --overlap --path --priority --queue --reset-counts --set --socket --state --timeout --token --type --update-run-at --wait --zone -n
 
 complete -c forqctl -e
 complete -c forqctl -f
@@ -85,6 +85,8 @@ complete -c forqctl -n '_shtab_forqctl_using delete' -l timeout -x -d 'timeout f
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a status -d 'show the queues, or some of them in detail'
 complete -c forqctl -n '_shtab_forqctl_using status' -l check -d 'exit with 3 if anything is not healthy'
 complete -c forqctl -n '_shtab_forqctl_using status' -l memory -d 'also show the memory (PSS) of each process'
+complete -c forqctl -n '_shtab_forqctl_using status' -l all -d 'show all supervisors on this Redis instead'
+complete -c forqctl -n '_shtab_forqctl_using status' -l on -x -d 'carry it out there: the name of a processor (or its beginning), or of a host (see status --all)'
 complete -c forqctl -n '_shtab_forqctl_using status' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using status' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using status' -l timeout -x -d 'timeout for an answer (default: 30s)'
@@ -221,6 +223,7 @@ complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 
 complete -c forqctl -n '_shtab_forqctl_using logs' -l follow -s f -d 'keep printing new lines, until Ctrl-C'
 complete -c forqctl -n '_shtab_forqctl_using logs' -l job -x -d 'only lines of this job'
 complete -c forqctl -n '_shtab_forqctl_using logs' -l lines -s n -x -d 'number of lines to start with (default: 100)'
+complete -c forqctl -n '_shtab_forqctl_using logs' -l on -x -d 'carry it out there: the name of a processor (or its beginning), or of a host (see status --all)'
 complete -c forqctl -n '_shtab_forqctl_using logs' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using logs' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using logs' -l timeout -x -d 'timeout for an answer (default: 30s)'
@@ -230,16 +233,19 @@ complete -c forqctl -n '_shtab_forqctl_using why' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using why' -l timeout -x -d 'timeout for an answer (default: 30s)'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a kill -d 'kill a running job; it is cancelled'
 complete -c forqctl -n '_shtab_forqctl_using kill' -l retry -d 'put it back in line instead, without counting the attempt'
+complete -c forqctl -n '_shtab_forqctl_using kill' -l on -x -d 'carry it out there: the name of a processor (or its beginning), or of a host (see status --all)'
 complete -c forqctl -n '_shtab_forqctl_using kill' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using kill' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using kill' -l timeout -x -d 'timeout for an answer (default: 30s)'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a stack -d 'show the stacks of a queue'"'"'s running jobs'
+complete -c forqctl -n '_shtab_forqctl_using stack' -l on -x -d 'carry it out there: the name of a processor (or its beginning), or of a host (see status --all)'
 complete -c forqctl -n '_shtab_forqctl_using stack' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using stack' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using stack' -l timeout -x -d 'timeout for an answer (default: 30s)'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a restart -d 'replace a queue'"'"'s processes, for example to load new code'
 complete -c forqctl -n '_shtab_forqctl_using restart' -l app -x -d 'read the definitions of this app again, and restart all its queues'
 complete -c forqctl -n '_shtab_forqctl_using restart' -l wait -x -d 'time limit for importing its handler (default: 60s)'
+complete -c forqctl -n '_shtab_forqctl_using restart' -l on -x -d 'carry it out there: the name of a processor (or its beginning), or of a host (see status --all)'
 complete -c forqctl -n '_shtab_forqctl_using restart' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using restart' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using restart' -l timeout -x -d 'timeout for an answer (default: 30s)'

@@ -210,6 +210,7 @@ _shtab_forqctl_jobs_defaults_added=0
 
 _shtab_forqctl_kill_options=(
   "--retry[put it back in line instead, without counting the attempt]"
+  "--on[carry it out there\: the name of a processor (or its beginning), or of a host (see status --all)]:SUPERVISOR:"
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
   "--json[print JSON]"
   "--timeout[timeout for an answer (default\: 30s)]:D:"
@@ -224,6 +225,7 @@ _shtab_forqctl_logs_options=(
   {--follow,-f}"[keep printing new lines, until Ctrl-C]"
   "--job[only lines of this job]:ID:"
   {--lines,-n}"[number of lines to start with (default\: 100)]:N:"
+  "--on[carry it out there\: the name of a processor (or its beginning), or of a host (see status --all)]:SUPERVISOR:"
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
   "--json[print JSON]"
   "--timeout[timeout for an answer (default\: 30s)]:D:"
@@ -308,6 +310,7 @@ _shtab_forqctl_remove_defaults_added=0
 _shtab_forqctl_restart_options=(
   "--app[read the definitions of this app again, and restart all its queues]:APP:"
   "--wait[time limit for importing its handler (default\: 60s)]:D:"
+  "--on[carry it out there\: the name of a processor (or its beginning), or of a host (see status --all)]:SUPERVISOR:"
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
   "--json[print JSON]"
   "--timeout[timeout for an answer (default\: 30s)]:D:"
@@ -383,6 +386,7 @@ _shtab_forqctl_shutdown_options=(
 _shtab_forqctl_shutdown_defaults_added=0
 
 _shtab_forqctl_stack_options=(
+  "--on[carry it out there\: the name of a processor (or its beginning), or of a host (see status --all)]:SUPERVISOR:"
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
   "--json[print JSON]"
   "--timeout[timeout for an answer (default\: 30s)]:D:"
@@ -395,6 +399,8 @@ _shtab_forqctl_stack_defaults_added=0
 _shtab_forqctl_status_options=(
   "--check[exit with 3 if anything is not healthy]"
   "--memory[also show the memory (PSS) of each process]"
+  "--all[show all supervisors on this Redis instead]"
+  "--on[carry it out there\: the name of a processor (or its beginning), or of a host (see status --all)]:SUPERVISOR:"
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
   "--json[print JSON]"
   "--timeout[timeout for an answer (default\: 30s)]:D:"
