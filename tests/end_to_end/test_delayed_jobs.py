@@ -117,7 +117,7 @@ def test_pulse_subscribes_to_a_new_queue_s_due_times_before_create_answers(serve
             subscription = [
                 client["psub"] for client in redis.client_list() if client["name"] == "forq-pulse-subscription"
             ]
-            assert subscription == ["1"], "pulse has subscribed"
+            assert subscription == ["2"], "pulse has subscribed to due times, and to requests"
             assert redis.hget("forq:queue:{later}:counts", "last_beat_ms")
         forq.wait_for_child("later")
         jobs = DelayedJobs(forq, server, made=True)
