@@ -108,7 +108,7 @@ class ConfigChanges:
         left = {spec.name for spec in supervisor.config.queues} - {spec.name for spec in new.queues}
         return Served(
             supervisor.config,
-            {name: queue.spec for name, queue in queues.by_name.items()},
+            {name: queue.definition for name, queue in queues.by_name.items()},
             frozenset(name for name, queue in queues.by_name.items() if queue.found),
             tuple(AppState(app.spec, app.definitions, dict(app.applied)) for app in supervisor.apps.all),
             {name: spec for name in sorted(left) if (spec := self._saved(name)) is not None},

@@ -470,8 +470,8 @@ class _Restart:
             self._queues.create(spec, self._seconds, then)
             return
         self._restarted.append(name)
-        wanted = _with_options_set_by_users(spec, queue.spec, self._app.applied.get(name))
-        if wanted == queue.spec:
+        wanted = _with_options_set_by_users(spec, queue.definition, self._app.applied.get(name))
+        if wanted == queue.definition:
             self._queues.restart(queue, self._seconds, then)
         else:
             self._queues.replace(queue, wanted, self._seconds, then)

@@ -90,8 +90,8 @@ class Successors:
         if self._timer is not None:
             self._timer.cancel()
         for process in self.processes:
-            if process.ready:
-                # It may run a job already.
+            if process.ready or process.busy():
+                # It may run jobs already.
                 process.retire()
             else:
                 process.child.kill()

@@ -241,6 +241,11 @@ class QueueProcess:
         states = [State(slot.state) for slot in self._slots()]
         return "busy" if State.BUSY in states or State.SETTLING in states else states[0].name.lower()
 
+    @property
+    def importing(self) -> bool:
+        """A retry process imports its handlers after it has joined."""
+        return not self.ready or any(slot.state == State.STARTING for slot in self._slots())
+
     def begin(self) -> None:
         """Lets a held process join the queue."""
         self.held = False
@@ -399,8 +404,8 @@ class QueueProcess:
                 self.traceback = str(message["traceback"])[-MAX_TRACEBACK:]
         elif "imported" in message:
             self._deps.admission.finished(self)
-            if self.held and not self.imported:
-                self.imported = True
+            first, self.imported = not self.imported, True
+            if self.held and first:
                 self.owner.process_imported(self)
         elif "ready" in message:
             self._deps.admission.finished(self)

@@ -92,8 +92,8 @@ class ServedQueue:
         # Traceback of config_error.
         self.traceback: str | None = None
         self._restart_error: dict[str, Any] | None = None
-        # Whether processes do not start because the code of their app has changed.
-        self._stale = False
+        # The process that could not import its code while others serve the queue; the reason is in _restart_error.
+        self._stale: _ProcessEntry | None = None
         self._survivors: set[int] = set()
         self._deps = deps
         self._entries = [_ProcessEntry(Member(Role.MAIN, number)) for number in range(1, process_count(options) + 1)]
@@ -111,6 +111,8 @@ class ServedQueue:
         self._rollout: _Rollout | None = None
         # Restarts requested during a restart: seconds for the import, callback.
         self._next_restarts: list[tuple[float, Done]] = []
+        # The definition before a change that Redis has accepted, until all processes have the new one.
+        self._before: QueueSpec | None = None
         self._opened = False
         self._when_opened: list[tuple[Callable[[], None], Callable[[], None] | None]] = []
         self._last_end = "no death yet"
@@ -131,9 +133,10 @@ class ServedQueue:
     @property
     def restart_error(self) -> dict[str, Any] | None:
         """The reason of the last failed restart; the old processes keep working."""
-        if self._stale and all(entry.process is not None and entry.process.ready for entry in self._entries):
-            # The old code is back.
-            self._restart_error, self._stale = None, False
+        stale = self._stale
+        if stale is not None and (stale not in self._entries or _has_imported(stale)):
+            # Its code can be imported again.
+            self._restart_error, self._stale = None, None
         return self._restart_error
 
     def trouble(self) -> str | None:
@@ -141,7 +144,7 @@ class ServedQueue:
         entry = self._entries[0]
         flapping = [each for each in self._entries if self._flapping(each)]
         mains = [each for each in self._entries if each.role == Role.MAIN]
-        if self._wanted and not self._main_is_ready() and (error := self.restart_error) is not None and self._stale:
+        if self._wanted and not self._main_is_ready() and (error := self.restart_error) and self._stale:
             return f"its queue has no process: {error['message']}"
         # The retry process alone may flap, too.
         if self._wanted and flapping and (all(each in flapping for each in mains) or not self._main_is_ready()):
@@ -172,6 +175,16 @@ class ServedQueue:
     def survivors(self) -> set[int]:
         """Pids started by its processes that could not be killed."""
         return self._survivors | self._helpers.survivors | (self._successors.survivors if self._successors else set())
+
+    @property
+    def definition(self) -> QueueSpec:
+        """The definition that all its processes have."""
+        return self._before or self.spec
+
+    @property
+    def stopping(self) -> bool:
+        """Whether someone waits until its processes are gone."""
+        return bool(self._when_stopped)
 
     @property
     def wanted(self) -> bool:
@@ -209,14 +222,18 @@ class ServedQueue:
                 otherwise()
 
     def start(self) -> None:
+        if not self._wanted:
+            # All its processes start anew.
+            self._before = None
+        again = self._wanted
         self._wanted = self._opened = True
         waiting, self._when_opened = self._when_opened, []
         for call, _ in waiting:
             call()
         self.config_error = self.traceback = self._restart_error = None
-        self._stale = False
+        self._stale = None
         successors: Successors | None = None
-        if self._successors is not None and self._successors.imported:
+        if not again and self._successors is not None and self._successors.imported:
             successors, self._successors = self._successors, None
         for entry in self._entries:
             if entry.process is not None:
@@ -226,6 +243,12 @@ class ServedQueue:
                 self._spawn(entry)
             else:
                 entry.timer = None
+        if successors is not None:
+            self._survivors |= successors.survivors
+            if successors.processes:
+                # Of a member that this definition does not have.
+                self._successors = successors
+                successors.end(ForqError("the queue has no such process"))
         self._restart_again()
 
     def stop(
@@ -260,7 +283,7 @@ class ServedQueue:
         """Replaces the processes by new ones with the current code of the handler, or with a changed definition. Each
         step ends within `seconds` or fails, and the old processes stay. Requests during a restart are served by another
         one afterwards, since the code may have changed again."""
-        if self.has_successors or len(self._retiring) >= MAX_RETIRING:
+        if self.has_successors or self._too_many_retire():
             if change is None:
                 self._next_restarts.append((seconds, then))
             else:
@@ -277,7 +300,7 @@ class ServedQueue:
             # Fewer processes may be wanted by now.
             rollout.step = [entry for entry in rollout.steps.pop(0) if entry in self._entries]
         if not rollout.step:
-            self._restart_error, self._stale = None, False
+            self._restart_error = self._stale = self._before = None
             self._end_restart(None)
             self._restart_again()
             return
@@ -304,14 +327,24 @@ class ServedQueue:
             self._successors.end(error)
             self._end_restart(error)
             return
+        self._before = self.definition
         self.spec, self.options, self.found = rollout.change.spec, rollout.change.options, False
         rollout.change = None
+        # `forqctl set` may have started others meanwhile, with the old definition.
+        known = [*rollout.step, *(entry for step in rollout.steps for entry in step)]
+        rollout.steps += [[entry] for entry in self._entries if entry not in known]
         self._join(rollout)
         self.options_changed()
 
     def _join(self, rollout: _Rollout) -> None:
         assert self._successors is not None
         if self._wanted:
+            if len(self._successors.processes) < len(rollout.step):
+                # One died while Redis was asked.
+                error = ForqError("a new process died before it joined the queue")
+                self._successors.end(error)
+                self._end_restart(error)
+                return
             self._successors.join(lambda error: self._joined(rollout, error))
             return
         # Its processes could not import their code. Those that still end keep no new one from starting.
@@ -329,6 +362,7 @@ class ServedQueue:
             return
         if error is not None:
             self._end_restart(error)
+            self._restart_again()
             return
         assert self._successors is not None
         successors, self._successors = self._successors, None
@@ -425,6 +459,7 @@ class ServedQueue:
         return ready[0].pid if ready else None
 
     def _note_import_error(self, error: CannotImport) -> None:
+        self._stale = None
         if self.config_error is not None and self._opened:
             self.config_error, self.traceback = str(error), error.traceback
         else:
@@ -441,7 +476,7 @@ class ServedQueue:
 
     def _restart_again(self) -> None:
         """One restart for all requests that came during the last one."""
-        if not self._next_restarts or self.has_successors or len(self._retiring) >= MAX_RETIRING:
+        if not self._next_restarts or self.has_successors or self._too_many_retire():
             return
         waiting, self._next_restarts = self._next_restarts, []
 
@@ -494,7 +529,7 @@ class ServedQueue:
 
     def busy_processes(self) -> list[QueueProcess]:
         importing = [process for process in self._successor_processes() if process.held and not process.imported]
-        return [*(process for process in self._processes() if process.busy() or not process.ready), *importing]
+        return [*(process for process in self._processes() if process.busy() or process.importing), *importing]
 
     def replace_process(self, process: QueueProcess, reason: str) -> None:
         """Lets the process exit after its jobs, and starts its successor at once."""
@@ -548,13 +583,18 @@ class ServedQueue:
         """Starts a process if there is none, unless too many predecessors still run: a handler that keeps requesting
         a new process must not use up the processes of the machine."""
         if self._wanted and entry.process is None and entry.timer is None:
-            if len(self._retiring) < MAX_RETIRING:
+            if not self._too_many_retire():
                 self._spawn(entry)
             else:
                 log.warning(
                     "too many retiring processes; successor waits queue=%s retiring=%s",
                     *(self.spec.name, len(self._retiring)),
                 )
+
+    def _too_many_retire(self) -> bool:
+        """Not counted: those that `processes` no longer wants, and as many as a restart replaces."""
+        count = process_count(self.options)
+        return sum(process.member.number <= count for process in self._retiring) >= MAX_RETIRING + count - 1
 
     def suspects_wait(self, number: int) -> None:
         """`number` suspects wait. An idle retry process takes one; the others need helpers."""
@@ -618,7 +658,7 @@ class ServedQueue:
             )
             trace = process.traceback
             self._restart_error = {"at": round(time.time(), 3), "message": process.exit_reason, "traceback": trace}
-            self._stale = True
+            self._stale = entry
             self._last_end = end.text
             entry.timer = self._deps.children.loop.call_later(delay, lambda: self._spawn(entry))
         elif code in (ExitCode.CONFIG, ExitCode.INCOMPATIBLE):
@@ -652,6 +692,12 @@ class ServedQueue:
             waiting, self._when_stopped = self._when_stopped, []
             for then in waiting:
                 then()
+
+
+def _has_imported(entry: _ProcessEntry) -> bool:
+    """A retry process is ready before it has imported its code."""
+    process = entry.process
+    return process is not None and process.ready and (entry.role != Role.RETRY or process.imported)
 
 
 def _describe(member: Member, process: QueueProcess | None, state: str, restarts: int) -> dict[str, Any]:

@@ -201,6 +201,10 @@ class Queues:
                 )
             elif not self.serves(queue):
                 error = UnknownQueue(f"queue {name!r} was deleted in the meantime")
+            elif error is None and queue.stopping:
+                # An eviction, for example. Its processes are started when the old ones are gone.
+                queue.stop(lambda: self.open(queue, then, reopening=True), now=True)
+                return
             elif error is None:
                 if answer is not None and answer["unscheduled"]:
                     log.warning(
@@ -310,6 +314,8 @@ class Queues:
         """Changes the definition of a queue. If its processes run, it is restarted with the new definition. Otherwise,
         and with `seconds` None, the old processes end before the new ones start."""
         name = spec.name
+        if self._stopping or old.stopping:
+            raise QueueExists(f"queue {name!r} is being stopped; try again")
         if old.has_successors:
             raise QueueExists(f"queue {name!r} is being restarted or changed by another request; try again")
         if seconds is not None and old.wanted:
@@ -347,7 +353,7 @@ class Queues:
             def made(created: Any) -> None:
                 answer(created if isinstance(created, ForqError) else None)
 
-            self._services.clerk.request("create", self._creation(spec, reopening=False, joining=False), made)
+            self._services.clerk.request("create", self._creation(spec, reopening=True, joining=False), made)
 
         def changed(error: ForqError | None) -> None:
             if error is not None:
@@ -376,6 +382,9 @@ class Queues:
         failed = f"queue {queue.spec.name!r} is not restarted"
         if self._stopping:
             then(ForqError(f"{failed}: this supervisor is stopping"))
+            return
+        if queue.stopping or (not queue.wanted and queue.config_error is None):
+            then(ForqError(f"{failed}: it is being opened or stopped; try again"))
             return
 
         def restarted(error: ForqError | None) -> None:

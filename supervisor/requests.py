@@ -148,7 +148,7 @@ def _read_dump(process: QueueProcess, dump: str) -> list[dict[str, Any]]:
     """One entry per running job; for a process that is still starting, one for its main thread."""
     now_ns = time.monotonic_ns()
     common = {"role": process.role.name.lower(), "pid": process.pid}
-    if not process.ready:
+    if process.importing:
         return [{**common, "job": None, "seconds": None, "stack": dump.strip() or None}]
     return [
         {
@@ -334,7 +334,7 @@ class Verbs:
         """A queue of this name is served already: the same definition changes nothing, another one replaces it. If the
         queue cannot be served, tries again."""
         name = spec.name
-        if queue.spec == spec:
+        if queue.definition == spec:
             if queue.opening:
                 raise QueueExists(f"queue {name!r} is being created; try again")
             if queue.config_error is not None and seconds is not None:

@@ -384,6 +384,7 @@ class _WorkerPool:
 
         def import_handlers() -> None:
             self._application.load()
+            self._send({"imported": True})
             lane.use(self._attempt_runner(slot, self._application.handlers))
             if fails is not None:
                 assert self._application.fail_handler is not None

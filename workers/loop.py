@@ -197,7 +197,7 @@ class WorkerLoop:
                 self.slot.epoch = int(self.consumer.join(self._expiry_ms))
                 return True
             except RedisUnavailable as exc:
-                self._back_off(backoff, exc)
+                self.back_off(backoff, exc)
         return False
 
     def serve_batch(self) -> bool:
@@ -394,7 +394,7 @@ class WorkerLoop:
                 keep = 0
                 self._log_failure("outcome is decided when Redis is back")
                 backoff = backoff or reconnecting()
-                self._back_off(backoff, exc)
+                self.back_off(backoff, exc)
                 if self.stopping:
                     return None
             except ForqError as exc:
@@ -494,7 +494,7 @@ class WorkerLoop:
                 while not self.stopping and not self.consumer.wait_for_job():
                     pass
         except RedisUnavailable as exc:
-            self._back_off(reconnecting(), exc)
+            self.back_off(reconnecting(), exc)
         except BackPressure as exc:
             # Redis refuses BLMOVE when out of memory, but not a turn.
             if not self._out_of_memory_logged:
@@ -579,7 +579,7 @@ class WorkerLoop:
     def title_text(self) -> str | None:
         return None
 
-    def _back_off(self, backoff: Backoff, exc: RedisUnavailable) -> None:
+    def back_off(self, backoff: Backoff, exc: RedisUnavailable) -> None:
         if not backoff.failures:
             log.warning("redis is gone; retrying queue=%s error=%s", self.consumer.queue, exc)
         self._stop.wait(backoff.fail())

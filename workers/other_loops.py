@@ -69,13 +69,16 @@ class RetryLoop:
         return loop is not self._lane or len(self._loops) == 1 or loop.lane_may_have_jobs()
 
     def _may_have_first_job(self) -> bool:
-        """False if Redis does not answer: then the wait reconnects."""
-        try:
-            return self._lane.consumer.lane_has_jobs() or (
-                self._fails is not None and self._fails.consumer.queue_has_jobs()
-            )
-        except RedisUnavailable:
-            return False
+        """Asks until Redis answers: the token that ended the last wait is gone, so there may be no other one."""
+        backoff = reconnecting()
+        while not self.stopping:
+            try:
+                return self._lane.consumer.lane_has_jobs() or (
+                    self._fails is not None and self._fails.consumer.queue_has_jobs()
+                )
+            except RedisUnavailable as exc:
+                self._lane.back_off(backoff, exc)
+        return False
 
     def run(self, on_ready: Callable[[], None]) -> None:
         if not all(loop.join() for loop in self._loops):

@@ -112,6 +112,21 @@ def test_new_processes_import_first_and_a_failure_keeps_the_old_ones(applying: A
     assert applying.left() == ["concurrency", "k"]
 
 
+def test_a_change_whose_new_processes_do_not_join_is_planned_again(applying: Applying) -> None:
+    applying.apply(Q + "concurrency = 2\n")
+    stage = applying.stage
+    stage.loop.run()
+    for child in stage.children[2:]:
+        child.receive(imported=0)
+    stage.answer(MADE)
+    stage.loop.run(61.0)
+    for child in stage.children[2:]:
+        child.die(CRASHED)
+    stage.loop.run()
+    assert applying.results[0]["failed"]
+    assert applying.left() == ["concurrency"]
+
+
 def test_a_queue_that_is_deleted_meanwhile_is_a_failure(applying: Applying) -> None:
     applying.apply(Q + "priority = 3\n")
     applying.stage.queues.drop("q", lambda survivors: None)

@@ -1,6 +1,7 @@
 """One served queue with fake children: respawn, restart with new code, and stop."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -8,7 +9,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from forq.errors import CannotImport, ExitCode, ForqError
-from forq.procs.scoreboard import Role, Scoreboard
+from forq.procs.scoreboard import Role, Scoreboard, State
 from forq.queue_spec import QueueSpec
 from forq.settings import defaults
 from forq.supervisor import process as process_module
@@ -16,7 +17,7 @@ from forq.supervisor import queue as queue_module
 from forq.supervisor.child import Exit
 from forq.supervisor.pacing import FLAPPING_DEATHS, Admission
 from forq.supervisor.process import ProcessDeps
-from forq.supervisor.queue import ServedQueue
+from forq.supervisor.queue import Change, ServedQueue
 from tests.supervisor.fakes import CRASHED, FakeChild, FakeLoop, fake_child_class
 
 STOPPED = Exit(ExitCode.STOPPED, None)
@@ -419,6 +420,138 @@ def test_a_stop_during_a_restart_waits_for_the_new_processes_and_fails_the_resta
     assert [len(results), len(waiting)] == [1, 1]
     assert "were stopped in the meantime" in str(results[0])
     assert "were stopped in the meantime" in str(waiting[0])
+
+
+def change(stage: Stage, accept: Callable[[Callable[[ForqError | None], None]], None], **options: int) -> Change:
+    return Change(replace(stage.spec, handler="m:new"), {**stage.queue.options, **options}, accept)
+
+
+def begin_change(stage: Stage, changed: Change) -> list[ForqError | None]:
+    results: list[ForqError | None] = []
+    stage.queue.restart(5.0, results.append, changed)
+    stage.loop.run()
+    return results
+
+
+def test_a_restart_that_waited_begins_when_the_join_of_the_first_fails(stage: Stage) -> None:
+    stage.start()
+    first, second = stage.restart(seconds=5.0), stage.restart(seconds=5.0)
+    stage.import_all()
+    stage.loop.run(5.1)
+    for child in stage.children[2:]:
+        child.die()
+    stage.loop.run()
+    assert (len(first), len(stage.children)) == (1, 6)
+    stage.join_all()
+    assert second == [None]
+
+
+def test_a_change_is_complete_only_when_all_processes_have_joined(stage: Stage) -> None:
+    """Otherwise the same request again would find nothing to do."""
+    stage.start()
+    changed = change(stage, lambda answer: answer(None))
+    results = begin_change(stage, changed)
+    stage.import_all()
+    stage.loop.run(5.1)
+    for child in stage.children[2:]:
+        child.die()
+    assert results[0] is not None
+    assert stage.queue.definition == stage.spec
+    again = begin_change(stage, changed)
+    stage.join_all()
+    assert again == [None]
+    assert stage.queue.definition == changed.spec
+
+
+def test_processes_added_during_a_change_get_the_new_definition_too(stage: Stage) -> None:
+    stage.start()
+    results = begin_change(stage, change(stage, lambda answer: answer(None), processes=2))
+    set_processes(stage, 2)
+    for _ in range(2):
+        stage.join_all()
+        stage.loop.run()
+    assert results == [None]
+    specs = [process.spec.handler for process in stage.queue._processes() if not process.child.stopping]
+    assert specs == ["m:new"] * 3
+
+
+def test_a_new_process_that_dies_while_redis_is_asked_ends_the_change(stage: Stage) -> None:
+    stage.start()
+    asked: list[Callable[[ForqError | None], None]] = []
+    results = begin_change(stage, change(stage, asked.append))
+    stage.import_all()
+    stage.children[2].die()
+    asked[0](None)
+    assert "died before it joined" in str(results[0])
+    assert not any(child.stopping for child in stage.children[:2])
+
+
+def test_opening_a_queue_again_does_not_disturb_its_restart(stage: Stage) -> None:
+    stage.start()
+    results = stage.restart()
+    stage.import_all()
+    stage.queue.start()
+    stage.join_all()
+    assert results == [None]
+
+
+def test_the_error_of_a_failed_restart_stays_after_an_older_one_has_ended(stage: Stage) -> None:
+    stage.start()
+    stage.children[1].receive(exiting=ExitCode.CONFIG, reason="older")
+    stage.children[1].die(Exit(ExitCode.CONFIG, None))
+    stage.loop.run(1.0)
+    stage.children[2].receive(ready=0)
+    stage.restart()
+    stage.children[3].receive(exiting=ExitCode.CONFIG, reason="newer")
+    stage.children[3].die(Exit(ExitCode.CONFIG, None))
+    stage.children[4].die()
+    error = stage.queue.restart_error
+    assert error is not None
+    assert error["message"] == "newer"
+
+
+def test_the_import_error_of_a_retry_process_lasts_until_one_has_imported(stage: Stage) -> None:
+    """A retry process joins before it imports."""
+    stage.start()
+    stage.children[1].receive(exiting=ExitCode.CONFIG, reason="syntax error")
+    stage.children[1].die(Exit(ExitCode.CONFIG, None))
+    stage.loop.run(1.0)
+    stage.children[2].receive(ready=0)
+    assert stage.queue.restart_error is not None
+    stage.children[2].receive(imported=0)
+    assert stage.queue.restart_error is None
+
+
+def test_a_retry_process_that_imports_its_code_counts_as_busy(stage: Stage) -> None:
+    stage.start()
+    retry = stage.queue._retry_process()
+    assert retry is not None
+    stage.deps.scoreboard.slot(retry.slots[0]).state = State.STARTING
+    assert retry in stage.queue.busy_processes()
+
+
+def test_a_graceful_stop_does_not_kill_a_process_whose_first_workers_run_jobs_already(
+    stage: Stage,
+) -> None:
+    stage.start()
+    stage.restart()
+    stage.import_all()
+    (main, _) = stage.queue._successor_processes()
+    stage.deps.scoreboard.slot(main.slots[0]).state = State.BUSY
+    stage.queue.stop()
+    assert [child.kills for child in stage.children[2:]] == [0, 1]
+
+
+def test_processes_are_recycled_while_many_others_retire_because_fewer_are_wanted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(queue_module, "MAX_RETIRING", 2)
+    stage = Stage(monkeypatch, processes=6)
+    stage.start()
+    set_processes(stage, 2)
+    stage.children[0].receive(replace="max_jobs")
+    stage.children[1].receive(replace="max_jobs")
+    assert sorted(stage.alive()) == ["q main 1/2", "q main 2/2", "q retry"]
 
 
 def test_too_many_retiring_processes_delay_the_successor(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -237,6 +237,73 @@ def test_a_change_that_redis_refuses_changes_nothing(stage: Stage) -> None:
     assert stage.queues.by_name["q"].spec == spec_of()
 
 
+def test_a_change_does_not_create_a_queue_that_was_deleted_elsewhere(stage: Stage) -> None:
+    changed(stage)
+    assert stage.clerk.requests[-1][1]["reopening"] is True
+
+
+def test_a_restart_during_the_rejoin_after_an_eviction_is_refused(stage: Stage) -> None:
+    stage.serve("a")
+    stage.serve("b")
+    stage.queues.rejoin()
+    results: list[ForqError | None] = []
+    stage.queues.restart(stage.queues.by_name["b"], 60.0, results.append)
+    stage.kill_all()
+    assert "being opened or stopped; try again" in str(results[0])
+    assert not stage.queues._rejoining
+
+
+def test_a_queue_that_is_being_created_during_an_eviction_is_opened_afterwards(stage: Stage) -> None:
+    stage.serve("a")
+    results: list[ForqError | None] = []
+    stage.queues.create(spec_of("new"), 60.0, results.append)
+    stage.loop.run()
+    for child in stage.children[2:]:
+        child.receive(imported=0)
+    stage.queues.rejoin()
+    stage.answer(MADE)
+    stage.kill_all()
+    stage.loop.run()
+    assert not stage.queues._rejoining
+    while stage.clerk.requests:
+        stage.answer(MADE)
+    assert results == [None]
+    assert stage.queues.by_name["new"].wanted
+
+
+def test_a_restart_before_the_queue_is_opened_is_refused(stage: Stage) -> None:
+    queue, results = stage.queues.add(spec_of()), list[ForqError | None]()
+    stage.queues.restart(queue, 60.0, results.append)
+    assert "being opened or stopped; try again" in str(results[0])
+    stage.queues.open_all()
+    assert stage.clerk.requests[0][0] == "create"
+
+
+def test_a_change_during_a_shutdown_is_refused(stage: Stage) -> None:
+    stage.serve()
+    stopped: list[str] = []
+    stage.queues.stop(lambda: stopped.append("stopped"), now=True)
+    with pytest.raises(QueueExists, match="is being stopped; try again"):
+        stage.queues.replace(stage.queues.by_name["q"], spec_of(concurrency=2), 60.0, lambda error: None)
+    stage.kill_all()
+    assert stopped == ["stopped"]
+
+
+def test_a_held_process_that_a_new_definition_does_not_need_is_ended(stage: Stage) -> None:
+    stage.serve()
+    queue = stage.queues.by_name["q"]
+    queue.stop(now=True)
+    stage.kill_all()
+    queue.config_error = "cannot be imported"
+    stage.queues.replace(queue, QueueSpec("q", "on_request", None, {}, (), {}), 60.0, lambda error: None)
+    stage.loop.run()
+    for child in stage.children[2:]:
+        child.receive(imported=0)
+    stage.answer(MADE)
+    alive = [child.name for child in stage.children if not child.ended and not child.stopping]
+    assert alive == ["q main"]
+
+
 def test_a_deleted_queue_waits_for_an_earlier_definition_of_its_name(stage: Stage) -> None:
     stage.serve()
     stage.queues.replace(stage.queues.by_name["q"], spec_of(concurrency=2), None, lambda error: None)
