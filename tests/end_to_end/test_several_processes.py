@@ -97,6 +97,48 @@ def test_set_changes_the_number_of_processes_without_interrupting_jobs(forq: For
     assert wait_for_mains(forq, "flexible", 1) == {1: first}
 
 
+def test_jobs_stuck_behind_a_slow_one_run_in_another_process(forq: Forq) -> None:
+    forq.create("mixed", "sleep", processes=2)
+    wait_for_mains(forq, "mixed", 2)
+    queue = forq.client().queue("mixed")
+    forq.ctl("pause", "mixed")
+    queue.enqueue_many([0.0001] * 600)
+    slow = queue.enqueue(60)
+    behind = set(queue.enqueue_many([0.0001] * 300))
+    forq.ctl("resume", "mixed")
+    wait_until(lambda: behind <= {t.job for t in forq.traces("end")}, what="the others do not wait for it")
+    started = [t for t in forq.traces("start") if t.queue == "mixed"]
+    (busy,) = [t.pid for t in started if t.job == slow]
+    assert not [t for t in forq.traces("end") if t.job == slow]
+    assert {t.pid for t in started if t.job in behind} - {busy}, "the other process ran some of them"
+    assert len(started) == len({t.job for t in started}), "none ran twice"
+
+
+def test_a_timeout_kills_only_the_process_of_its_job(forq: Forq) -> None:
+    forq.create("timed", "sleep", processes=2, timeout="1s", max_timeouts=0)
+    before = wait_for_mains(forq, "timed", 2)
+    job = forq.client().queue("timed").enqueue(60)
+    (killed,) = wait_until(lambda: [t.pid for t in forq.traces("start") if t.job == job], what="it runs")
+    wait_until(lambda: forq.queue_status("timed")["dead"] == 1, what="it is dead")
+    after = wait_for_mains(forq, "timed", 2)
+    assert set(before.values()) - set(after.values()) == {killed}
+
+
+def test_stack_and_kill_find_a_job_in_each_process(forq: Forq) -> None:
+    forq.create("seen", "sleep", processes=2)
+    wait_for_mains(forq, "seen", 2)
+    ids = forq.client().queue("seen").enqueue_many([60] * 2)
+    pids = wait_for_mains(forq, "seen", 2, "busy")
+    stacks = forq.call("stack", name="seen")["stacks"]
+    assert {(stack["job"], stack["pid"]) for stack in stacks} == {
+        (t.job, t.pid) for t in forq.traces("start") if t.job in ids
+    }
+    for job in ids:
+        forq.ctl("kill", "seen", job)
+    after = wait_for_mains(forq, "seen", 2, "idle")
+    assert not set(pids.values()) & set(after.values())
+
+
 def test_cpus_means_one_process_per_usable_cpu(forq: Forq) -> None:
     forq.create("native", "noop", processes="cpus")
     wait_for_mains(forq, "native", len(os.sched_getaffinity(0)))
