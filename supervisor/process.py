@@ -555,6 +555,37 @@ class QueueProcess:
         return self.child.killed_by_kernel if end.signal == signal.SIGKILL else None
 
 
+def describe_process(member: Member, process: QueueProcess | None, state: str, restarts: int) -> dict[str, Any]:
+    """For `status`. `process`: None if there is none at the moment."""
+    busy = process.busy() if process is not None else []
+    now_ns = time.monotonic_ns()
+    ages = [round((now_ns - slot.started_ns) / 1e9, 3) for slot in busy]
+    return {
+        "role": member.role.name.lower(),
+        "number": member.number,
+        "pid": process.pid if process is not None else None,
+        "state": state,
+        "job": _text(busy[0].job) if busy else None,
+        "jobs": [_text(slot.job) for slot in busy],
+        "progress": _progress(busy[0]) if busy else None,
+        "jobs_progress": [_progress(slot) for slot in busy],
+        "job_seconds": ages[0] if ages else None,
+        "jobs_seconds": ages,
+        "done": process.done() if process is not None else 0,
+        "uptime_seconds": round(process.child.uptime_seconds(), 3) if process is not None else None,
+        "restarts": restarts,
+    }
+
+
+def _progress(slot: Slot) -> dict[str, Any] | None:
+    progress = slot.progress()
+    return None if progress is None else {"fraction": progress[0], "text": progress[1]}
+
+
+def _text(job_id: bytes) -> str:
+    return job_id.decode("utf-8", "replace")
+
+
 def _checked_units(message: dict[str, Any]) -> dict[str, Any]:
     """Raises InvalidData if a request for capacity is out of range: all queues share the units."""
     if "want" in message:

@@ -23,7 +23,7 @@ from forq.settings import EXTERNAL, ON_REQUEST, Value
 from forq.supervisor.child import Exit
 from forq.supervisor.extra_processes import HelperProcesses, Successors
 from forq.supervisor.pacing import SETTLED_SECONDS, Respawn
-from forq.supervisor.process import Member, ProcessDeps, ProcessOwner, QueueProcess
+from forq.supervisor.process import Member, ProcessDeps, ProcessOwner, QueueProcess, describe_process
 
 log = logging.getLogger("forq")
 
@@ -501,10 +501,10 @@ class ServedQueue:
 
     def describe_children(self) -> list[dict[str, Any]]:
         permanent = [
-            _describe(entry.member, entry.process, self._state(entry), entry.restarts) for entry in self._entries
+            describe_process(entry.member, entry.process, self._state(entry), entry.restarts) for entry in self._entries
         ]
         others = (*self._retiring, *self._helpers.processes, *self._successor_processes())
-        return permanent + [_describe(process.member, process, process.state(), 0) for process in others]
+        return permanent + [describe_process(process.member, process, process.state(), 0) for process in others]
 
     def _state(self, entry: _ProcessEntry) -> str:
         if entry.process is not None:
@@ -698,33 +698,3 @@ def _has_imported(entry: _ProcessEntry) -> bool:
     """A retry process is ready before it has imported its code."""
     process = entry.process
     return process is not None and process.ready and (entry.role != Role.RETRY or process.imported)
-
-
-def _describe(member: Member, process: QueueProcess | None, state: str, restarts: int) -> dict[str, Any]:
-    busy = process.busy() if process is not None else []
-    now_ns = time.monotonic_ns()
-    ages = [round((now_ns - slot.started_ns) / 1e9, 3) for slot in busy]
-    return {
-        "role": member.role.name.lower(),
-        "number": member.number,
-        "pid": process.pid if process is not None else None,
-        "state": state,
-        "job": _text(busy[0].job) if busy else None,
-        "jobs": [_text(slot.job) for slot in busy],
-        "progress": _progress(busy[0]) if busy else None,
-        "jobs_progress": [_progress(slot) for slot in busy],
-        "job_seconds": ages[0] if ages else None,
-        "jobs_seconds": ages,
-        "done": process.done() if process is not None else 0,
-        "uptime_seconds": round(process.child.uptime_seconds(), 3) if process is not None else None,
-        "restarts": restarts,
-    }
-
-
-def _progress(slot: Slot) -> dict[str, Any] | None:
-    progress = slot.progress()
-    return None if progress is None else {"fraction": progress[0], "text": progress[1]}
-
-
-def _text(job_id: bytes) -> str:
-    return job_id.decode("utf-8", "replace")
