@@ -52,11 +52,8 @@ from forq.client import (
     DEFAULT_MAX_QUEUES,
     MAX_DRAIN_SECONDS,
     MIN_DRAIN_SECONDS,
-    RETRY_PAUSE_SECONDS,
-    RETRY_SECONDS,
     Client,
     Queue,
-    ack_retry_seconds,
     check_lease,
     check_timeout,
     read_config,
@@ -68,6 +65,7 @@ from forq.paths import key_prefix, redis_url
 from forq.procs.backoff import Backoff, reconnecting
 from forq.queue_control import ANSWER_SECONDS
 from forq.redis_url import database_of
+from forq.release_wait import RETRY_PAUSE_SECONDS, RETRY_SECONDS, ack_retry_seconds
 from forq.result_wait import REGISTRATION_SECONDS, ResultWait
 from forq.values import check_job_id, check_queue_name, shown
 

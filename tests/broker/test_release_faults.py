@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forq import client
+from forq import release_wait
 from forq.broker.enqueue import Update, new_job
 from forq.broker.leases import LeaseReply, Leases
 from forq.broker.link import Link
@@ -99,7 +99,7 @@ def test_redis_remembers_an_acknowledgement_longer_than_it_is_repeated(queue: Re
     queue.attempt()
     queue.ack("x", queue.ask("x"))
     known_ms = queue.redis.pttl(queue.key("awaiter:x"))
-    assert (client.ACK_RETRY_SECONDS + queue.link.timeout_seconds + 5) * 1000 < known_ms
+    assert (release_wait.ACK_RETRY_SECONDS + queue.link.timeout_seconds + 5) * 1000 < known_ms
 
 
 ODD = ["[", "(", ":", "!", "~", "a:1", "1:2:removed", "a@1", "%d", "\\", '"', "-", "+inf", "a!", "a", "5:a"]
@@ -136,7 +136,7 @@ def test_awaiters_keep_waiting_while_redis_is_out_of_memory(server: Server, redi
         with pytest.raises(BackPressure):
             queue.leases.wait("y", 0.01)
         began = time.monotonic()
-        assert client.get_release(queue.leases, None, mode="on_request", wait_seconds=0.3) is None
+        assert release_wait.get_release(queue.leases, None, mode="on_request", wait_seconds=0.3) is None
         assert time.monotonic() - began >= 0.3
         queue.ack("x", lease)
 
@@ -168,11 +168,11 @@ class LossyLeases(Leases):
 def test_a_client_that_loses_every_first_reply_gets_each_item_once(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(client, "RETRY_PAUSE_SECONDS", 0.0)
+    monkeypatch.setattr(release_wait, "RETRY_PAUSE_SECONDS", 0.0)
     with gate(redis_url, "on_request") as queue:
         queue.enqueue("a", "b")
         deaf = LossyLeases(queue.link, "forq:", "q")
-        got = [client.get_release(deaf, None, mode="on_request", wait_seconds=0) for _ in range(3)]
+        got = [release_wait.get_release(deaf, None, mode="on_request", wait_seconds=0) for _ in range(3)]
         assert [item and item.id for item in got] == ["a", "b", None]
         assert queue.state() == State(jobs=set())
         assert queue.inspector.counts().done == 2
