@@ -15,6 +15,7 @@ from forq.broker.link import Link
 from forq.broker.recovery import WorkerRecovery
 from forq.broker.supervisors import Supervisors
 from forq.errors import PermissionRefused, TimedOut, UnknownJob
+from tests.support.drive.processes import tree_of
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import Forq, Trace, running
 from tests.support.drive.wait import wait_until
@@ -343,6 +344,8 @@ def test_a_request_to_an_earlier_run_is_never_carried_out(pair: Pair, server: Se
         os.kill(forq.pid, signal.SIGKILL)
         assert forq.process is not None
         forq.process.wait()
+        # Its pulse could take the request before it notices the death.
+        wait_until(lambda: not tree_of(forq.state_dir), what="all its processes have ended")
         # The heartbeats have not expired, so Redis accepts the request.
         sent = pair.control.send(old, "queue.restart", {"name": "earlier"}, read_seconds=60)
         forq.start()
