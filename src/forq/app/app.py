@@ -22,7 +22,7 @@ from forq.app.declarations import (
 from forq.app.hooks import Hooks
 from forq.app.places import calling_module, calling_place, place_of
 from forq.app.signature import Signature
-from forq.app.tasks import AsyncTask, JobRef, Prepared, RemoteTask, SyncTask, Task, later_or_dead
+from forq.app.tasks import AsyncTask, JobOptions, JobRef, Prepared, RemoteTask, Sender, SyncTask, Task, later_or_dead
 from forq.broker.link import CALL_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS
 from forq.client import Client, Queue, check_timeout
 from forq.errors import ConfigError, ForqError, InvalidOption, InvalidTask, Permanent, UnknownQueue, UsageError
@@ -373,9 +373,20 @@ class App:
             raise later_or_dead(job, f"app {self.name!r} has no task {shown(job.type)}; it has: {known}")
         return task.run_job(data, job)
 
+    def _default_name(self, function: Callable[..., Any]) -> str:
+        """The name of a task that is given none."""
+        return getattr(function, "__name__", shown(function))
+
+    def _sender(self, task: Task[P, R], queue: str, options: JobOptions) -> Sender[P, R]:
+        """Enqueues the task with these options, for `Task.using`."""
+        for option in ("on_commit", "outbox"):
+            if option in options:
+                raise UsageError(f"using({option}=…) needs the app of a Django project: forq.contrib.django.app")
+        return Sender(task, queue, options)
+
     def _register(self, given: Mapping[str, Any], function: Callable[..., Any]) -> Task[..., Any]:
         given = {option: value for option, value in given.items() if value is not None}
-        name = given.get("name", getattr(function, "__name__", shown(function)))
+        name = given["name"] if "name" in given else self._default_name(function)
         signature = Signature(function, name)
         place = place_of(function)
         where = f"task {name} ({place})"

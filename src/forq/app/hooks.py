@@ -88,6 +88,10 @@ class Hooks:
             self._first_async = self._first_async or name
         self._entered.append(asynccontextmanager(hook) if is_async else contextmanager(hook))
 
+    def add_first(self, hook: Callable[[Job], Any]) -> None:
+        """Adds a hook that is entered before the others: a class whose instances are context managers of both kinds."""
+        self._entered.insert(0, hook)
+
     def counts(self) -> dict[str, int]:
         """The number of hooks of each kind."""
         return {"around": len(self._entered), "lifespan": len(self.lifespans)}

@@ -32,7 +32,7 @@ T = TypeVar("T", covariant=True)
 
 
 class JobOptions(TypedDict, total=False):
-    """Options of one job, for `Task.using`."""
+    """Options of one job, for `Task.using`. `on_commit`, `outbox`: the alias of a database, in Django projects only."""
 
     queue: str
     id: str
@@ -48,6 +48,8 @@ class JobOptions(TypedDict, total=False):
     backoff: Duration | Sequence[Duration]
     expires_in: Duration
     keep_done: Duration
+    on_commit: str
+    outbox: str
 
 
 NO_OPTIONS = AttemptOptions()
@@ -274,7 +276,7 @@ class Task(Sender[P, T]):
         if unknown:
             known = JobOptions.__annotations__
             raise UsageError(f"using() has no option {shown(unknown[0])}{suggestion(unknown[0], known)}")
-        return Sender(self, options.get("queue", self.queue), options)
+        return self.app._sender(self, options.get("queue", self.queue), options)
 
     def ref(self, id: str, queue: str | None = None) -> JobRef[T]:
         """The job of this task with this id; `queue`: if it is not the task's own."""
