@@ -332,10 +332,13 @@ def test_changed_files_are_loaded_with_reload(tmp_path: Path) -> None:
         (package / "words.py").write_text("GREETING = 'syntax\n")
         wait_until(lambda: "SyntaxError" in forq.log, what="the traceback is shown")
         assert result_of(forq, "mails", "send", to="you") == "sent to you"
+        old_pid = forq.child("mails")["pid"]
         # As editors save: a new file replaces the old one.
         (package / "words.new").write_text("GREETING = 'seen by'\n")
         (package / "words.new").rename(package / "words.py")
         wait_until(lambda: "restarted app app=shop" in forq.log, what="the app is restarted")
+        # It may still claim a job before it reads the signal.
+        wait_until(lambda: old_pid not in forq.child_states("mails"), what="the old process ended")
         assert result_of(forq, "mails", "send", to="you") == "seen by you"
 
 

@@ -490,9 +490,11 @@ def test_clients_leave_descriptors_for_children(serving: Serving, monkeypatch: p
     """Both ends of a connection are in this process, so each client uses two descriptors."""
     first = RawClient(serving.path)
     wait_until(lambda: serving.connections() == 1)
-    lowest_free = os.dup(0)
-    os.close(lowest_free)
-    monkeypatch.setattr(control, "_descriptor_limit", lambda: lowest_free + 18 + control.RESERVED_DESCRIPTORS)
+    # Earlier tests may have left gaps between the numbers in use: fill them.
+    highest, filling = max(map(int, os.listdir("/proc/self/fd"))), [os.dup(0)]
+    while filling[-1] < highest:
+        filling.append(os.dup(0))
+    monkeypatch.setattr(control, "_descriptor_limit", lambda: filling[-1] + 18 + control.RESERVED_DESCRIPTORS)
     talks = [RawClient(serving.path) for _ in range(12)]
 
     def answered() -> list[RawClient]:
@@ -504,6 +506,8 @@ def test_clients_leave_descriptors_for_children(serving: Serving, monkeypatch: p
     assert all("the supervisor may open" in client.receive()["error"]["message"] for client in refused)
     for client in [first, *talks]:
         client.close()
+    for descriptor in filling:
+        os.close(descriptor)
     wait_until(lambda: serving.connections() == 0)
     again = RawClient(serving.path)
     again.send("echo")
