@@ -105,6 +105,9 @@ class Successors:
     def process_ready(self, process: QueueProcess) -> None:
         self._finish_join()
 
+    def process_stopping(self, process: QueueProcess) -> None:
+        """Nothing waits for it."""
+
     def process_ended(self, process: QueueProcess, end: Exit) -> None:
         self.processes.remove(process)
         self.survivors |= process.child.survivors
@@ -263,6 +266,9 @@ class HelperProcesses:
 
     def process_ready(self, process: QueueProcess) -> None:
         """It claims its job by itself."""
+
+    def process_stopping(self, process: QueueProcess) -> None:
+        """Nothing waits for it."""
 
     def process_ended(self, process: QueueProcess, end: Exit) -> None:
         self.processes.remove(process)

@@ -96,6 +96,9 @@ class ProcessOwner(Protocol):
     def process_ready(self, process: "QueueProcess") -> None:
         """All its workers have joined the queue."""
 
+    def process_stopping(self, process: "QueueProcess") -> None:
+        """It begins no more jobs."""
+
 
 @dataclass
 class Condemned:
@@ -140,6 +143,7 @@ class QueueProcess:
         self.imported = False
         self.ready = False
         self.retiring = False
+        self.begins_no_jobs = False
         self.exit_reason: str | None = None
         self.traceback: str | None = None
         # Whether it exits because the code of its app has changed since the app was read.
@@ -412,6 +416,9 @@ class QueueProcess:
             if not self.ready:
                 self.ready = True
                 self.owner.process_ready(self)
+        elif "stopping" in message:
+            self.begins_no_jobs = True
+            self.owner.process_stopping(self)
         else:
             raise InvalidData("unknown message")
 

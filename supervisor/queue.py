@@ -2,7 +2,7 @@
 
 A restart (rollout) replaces the processes step by step: first main process 1 and the retry process, then each other
 main process. In each step the new processes import their code and join the queue while the old ones keep working; then
-the old ones stop after their jobs.
+the old ones stop after their jobs. The restart is over when no old process begins jobs.
 
 When a process dies: its tree is cleaned up (child.py) → pulse recovers its jobs → its slots are given back → a new
 process starts, at once or after a delay (pacing.py).
@@ -29,6 +29,8 @@ log = logging.getLogger("forq")
 
 # If this many retiring processes of a queue still run jobs, the next successor waits.
 MAX_RETIRING = 32
+# A restart waits this long for old processes to say that they begin no more jobs.
+STOPPING_SECONDS = 2.0
 
 
 class _ProcessEntry:
@@ -59,7 +61,7 @@ class Change:
 @dataclass
 class _Rollout:
     """A restart under way. `steps`: entries that are still to be replaced; `change`: until Redis has accepted it;
-    `helpers`: those with the old code."""
+    `helpers`: those with the old code; `stopped`: processes that were told to stop."""
 
     seconds: float
     done: Done
@@ -68,6 +70,7 @@ class _Rollout:
     helpers: list[QueueProcess]
     step: list[_ProcessEntry] = field(default_factory=list)
     replaced: int = 0
+    stopped: list[QueueProcess] = field(default_factory=list)
 
 
 class ServedQueue:
@@ -301,14 +304,21 @@ class ServedQueue:
             rollout.step = [entry for entry in rollout.steps.pop(0) if entry in self._entries]
         if not rollout.step:
             self._restart_error = self._stale = self._before = None
-            self._end_restart(None)
-            self._restart_again()
+            self._deps.children.loop.call_later(STOPPING_SECONDS, lambda: self._finish_rollout(rollout, late=True))
+            self._finish_rollout(rollout)
             return
         spec, options = self.spec, self.options
         if rollout.change is not None:
             spec, options = rollout.change.spec, rollout.change.options
         members = [entry.member for entry in rollout.step]
         self.start_successors(spec, options, rollout.seconds, lambda error: self._imported(rollout, error), members)
+
+    def _finish_rollout(self, rollout: _Rollout, *, late: bool = False) -> None:
+        """Ends the restart when no old process begins jobs: jobs that are enqueued from now on run the new code."""
+        begins = [each for each in rollout.stopped if not each.begins_no_jobs and not each.child.ended]
+        if rollout is self._rollout and not rollout.step and (late or not begins):
+            self._end_restart(None)
+            self._restart_again()
 
     def _imported(self, rollout: _Rollout, error: ForqError | None) -> None:
         if rollout is not self._rollout:
@@ -366,11 +376,13 @@ class ServedQueue:
             return
         assert self._successors is not None
         successors, self._successors = self._successors, None
+        old = [entry.process for entry in rollout.step if entry.process is not None]
         for entry in rollout.step:
             self._exchange(entry, successors.take(entry.member, self))
         self._survivors |= successors.survivors
         for helper in rollout.helpers:
             helper.child.stop(float(self.options["stop_grace"]))
+        rollout.stopped += old + rollout.helpers
         rollout.helpers = []
         rollout.replaced += sum(entry.role == Role.MAIN for entry in rollout.step)
         self._next_step(rollout)
@@ -499,6 +511,10 @@ class ServedQueue:
     def process_ready(self, process: QueueProcess) -> None:
         """Nothing depends on it: status reads the state of the process."""
 
+    def process_stopping(self, process: QueueProcess) -> None:
+        if self._rollout is not None:
+            self._finish_rollout(self._rollout)
+
     def describe_children(self) -> list[dict[str, Any]]:
         permanent = [
             describe_process(entry.member, entry.process, self._state(entry), entry.restarts) for entry in self._entries
@@ -567,6 +583,8 @@ class ServedQueue:
         self._survivors |= process.child.survivors
         done, began, code = process.done(), process.began(), process.announced_code(end)
         process.recover(end)
+        if self._rollout is not None:
+            self._finish_rollout(self._rollout)
         if entry is None or not self._wanted:
             self._finish_if_stopped()
             for waiting in self._entries:

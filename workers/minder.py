@@ -218,6 +218,8 @@ class Minder:
         self._allow_begin()
         for loop in self._loops:
             loop.stop()
+        if self._loops:
+            self._send({"stopping": True})
 
     def _allow_begin(self) -> None:
         if self._begin_lock.locked():

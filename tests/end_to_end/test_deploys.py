@@ -56,6 +56,31 @@ def deploy(forq: Forq, module: Module, *, broken: bool) -> float:
     return took
 
 
+# A thread that leaves the interpreter to others five times a second: the process reads a signal late.
+LATE = """
+import sys, threading
+sys.setswitchinterval(0.2)
+def spin():
+    while True:
+        pass
+threading.Thread(target=spin, daemon=True).start()
+def handle(data, job):
+    return VERSION
+"""
+
+
+def test_a_job_that_is_enqueued_after_a_restart_runs_the_new_code(tmp_path: Path) -> None:
+    module = Module(tmp_path, "shop")
+    module.write(f"{LATE}VERSION = 0\n")
+    with running() as forq:
+        forq.ctl("create", "shop", *module.arguments(), "keep_done=1h")
+        jobs = forq.client().queue("shop")
+        for version in range(1, 6):
+            module.write(f"{LATE}VERSION = {version}\n")
+            forq.ctl("restart", "shop")
+            assert jobs.wait(jobs.enqueue(1), 30) == version
+
+
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("processes", [1, 2])
 def test_no_deploy_interrupts_or_delays_a_job(tmp_path: Path, processes: int) -> None:

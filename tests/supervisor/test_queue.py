@@ -73,7 +73,13 @@ class Stage:
         for child in self.children:
             if not child.ended:
                 child.receive(ready=0)
+        self.answer_stops()
         self.loop.run()
+
+    def answer_stops(self) -> None:
+        for child in self.children:
+            if child.stopping and not child.ended:
+                child.receive(stopping=True)
 
     def alive(self) -> list[str]:
         """Names of the processes that claim jobs, or will."""
@@ -201,10 +207,35 @@ def test_the_new_processes_of_a_restart_join_before_the_old_ones_stop(stage: Sta
     assert not any(child.stopping for child in old), "the other one has not joined yet"
     new[1].receive(ready=0)
     assert all(child.stopping for child in old)
+    old[0].receive(stopping=True)
+    assert results == [], "the other one may still begin a job"
+    old[1].receive(stopping=True)
     assert results == [None], "it does not wait for the running jobs of the old ones"
     assert [child["state"] for child in stage.queue.describe_children()] == ["empty", "empty", "stopping", "stopping"]
     stage.end_stopping()
     assert len(stage.children) == 4
+
+
+@pytest.mark.parametrize("ended", [True, False], ids=["ended", "silent"])
+def test_a_restart_ends_if_an_old_process_ended_or_does_not_answer(stage: Stage, ended: bool) -> None:
+    stage.start()
+    old = list(stage.children)
+    results = stage.restart()
+    stage.import_all()
+    for child in stage.children[2:]:
+        child.receive(ready=0)
+    old[1].receive(stopping=True)
+    again = stage.restart()
+    assert (results, len(stage.children)) == ([], 4)
+    if ended:
+        old[0].die(STOPPED)
+    else:
+        stage.loop.run(queue_module.STOPPING_SECONDS)
+    assert results == [None]
+    stage.loop.run()
+    assert len(stage.children) == 6, "the next restart begins"
+    stage.join_all()
+    assert again == [None]
 
 
 def test_new_processes_that_cannot_join_leave_the_old_ones_serving(stage: Stage) -> None:
@@ -347,6 +378,7 @@ def test_a_new_process_that_dies_after_it_has_joined_is_replaced(stage: Stage) -
     stage.children[2].die()
     assert results == []
     stage.children[3].receive(ready=0)
+    stage.answer_stops()
     assert results == [None]
     assert stage.alive() == ["q retry", "q main"]
     assert stage.children[4].name == "q main"
@@ -375,6 +407,7 @@ def test_a_new_process_that_wants_to_be_replaced_while_another_joins_gets_a_succ
     stage.children[2].receive(ready=0)
     stage.children[2].receive(replace="max_jobs")
     stage.children[3].receive(ready=0)
+    stage.answer_stops()
     assert results == [None]
     assert stage.alive() == ["q retry", "q main"]
     stage.children[2].die(STOPPED)

@@ -225,6 +225,8 @@ def test_a_changed_queue_is_stored_when_its_new_processes_have_imported_the_code
     for child in stage.children[2:]:
         child.receive(ready=0)
     assert [child.stopping for child in stage.children] == [True, True, False, False]
+    for child in stage.children[:2]:
+        child.receive(stopping=True)
     assert results == [None]
     assert stage.queues.by_name["q"].spec == spec_of(concurrency=2)
 
@@ -410,6 +412,8 @@ def test_an_app_takes_over_a_queue_when_another_request_has_changed_it(stage: St
     for child in stage.children[before:]:
         child.receive(imported=True)
         child.receive(ready=True)
+    for child in stage.children[:before]:
+        child.receive(stopping=True)
     stage.loop.run()
     assert results == [None]
     stage.loop.run(RETRY_SECONDS)
