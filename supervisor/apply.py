@@ -262,7 +262,15 @@ class _Applying:
             # Opening the queue sets its schedules, but does not remove those of a table that the file no longer has.
             self._queues.replace(queue, spec, self._seconds, partial(self._set_schedules, step, changed))
         else:
-            self._set_options(step, partial(self._set_schedules, step, partial(self._define, queue, spec, changed)))
+            set_all = partial(
+                self._set_options, step, partial(self._set_schedules, step, partial(self._define, queue, spec, changed))
+            )
+            if queue.opening:
+                # Redis may not have it yet.
+                lost = UnknownQueue(f"queue {step.name!r} could not be opened, or was deleted in the meantime")
+                queue.when_opened(set_all, partial(then, lost))
+            else:
+                set_all()
 
     def _set_options(self, step: QueueStep, then: Done) -> None:
         if step.options:

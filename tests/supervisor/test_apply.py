@@ -19,7 +19,7 @@ Q = '[queues.q]\nhandler = "m:f"\n'
 class Applying:
     """A supervisor that serves the queues of its config file."""
 
-    def __init__(self, stage: Stage, directory: Path) -> None:
+    def __init__(self, stage: Stage, directory: Path, *, opened: bool = True) -> None:
         self.stage = stage
         self.file = directory / "forq.toml"
         self.results: list[dict[str, Any]] = []
@@ -34,7 +34,8 @@ class Applying:
         self.supervisor.use_config = self.use_config
         self.use_config(config)
         queues.open(queues.add(config.queues[0]))
-        stage.answer(MADE)
+        if opened:
+            stage.answer(MADE)
         for child in stage.children:
             child.receive(ready=0)
         self.changes = ConfigChanges(self.supervisor, config, self.read)  # type: ignore[arg-type]
@@ -74,6 +75,18 @@ def test_a_live_option_is_set_in_redis_and_no_process_is_started(applying: Apply
     assert applying.stage.queues.by_name["q"].options["priority"] == 3
     assert applying.supervisor.config.queues[0].options == {"priority": 3}
     assert applying.left() == []
+
+
+def test_an_option_of_a_queue_that_is_not_yet_in_redis_is_set_when_it_is(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    applying = Applying(Stage(monkeypatch), tmp_path, opened=False)
+    applying.apply(Q + "priority = 3\n")
+    assert [verb for verb, *_ in applying.stage.clerk.requests] == ["create"]
+    applying.stage.answer(MADE)
+    assert [verb for verb, *_ in applying.stage.clerk.requests] == ["set"]
+    applying.stage.answer({})
+    assert [change["key"] for change in applying.results[0]["applied"]] == ["priority"]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
