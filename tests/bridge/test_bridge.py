@@ -23,7 +23,7 @@ from tests.support.drive.external_queue import external_queue
 from tests.support.drive.server import Server
 from tests.support.drive.wait import wait_until
 from tests.support.models.journal_replay import Replay
-from tests.support.thorough import examples
+from tests.support.thorough import examples, only_in_test_all
 
 RANDOM_LINES = int(os.environ.get("FORQ_TEST_LINES", examples(2000, 5000)))
 W = {"queue_name": "q", "worker_uuid": "w1"}
@@ -313,6 +313,7 @@ def test_the_socket_of_a_killed_bridge_is_taken_over(redis_url: str, path: Path)
         wait_until(lambda: any("another process listens there" in line for line in third.log))
 
 
+@only_in_test_all
 def test_a_peer_that_does_not_read_delays_no_other_peer(redis_url: str, path: Path) -> None:
     with listening(redis_url, path):
         deaf = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -75,7 +75,7 @@ def test_a_job_that_is_enqueued_after_a_restart_runs_the_new_code(tmp_path: Path
     with running() as forq:
         forq.ctl("create", "shop", *module.arguments(), "keep_done=1h")
         jobs = forq.client().queue("shop")
-        for version in range(1, 6):
+        for version in range(1, examples(3, 6)):
             module.write(f"{LATE}VERSION = {version}\n")
             forq.ctl("restart", "shop")
             assert jobs.wait(jobs.enqueue(1), 30) == version

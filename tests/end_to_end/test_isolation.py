@@ -12,6 +12,7 @@ import pytest
 from tests.end_to_end.neighbor import Neighbor, shown
 from tests.support.drive.processes import alive
 from tests.support.drive.supervisor import HANDLERS, Forq, running
+from tests.support.thorough import only_in_test_all
 
 ROUNDS = int(os.environ.get("FORQ_TEST_ISOLATION_ROUNDS", "1"))
 FLOOD_MB = int(os.environ.get("FORQ_TEST_FLOOD_MB", "50"))
@@ -27,6 +28,7 @@ def create(forq: Forq, name: str, function: str, *settings: str) -> None:
     forq.ctl("create", name, "--handler", f"greedy:{function}", "--path", str(HANDLERS), *options)
 
 
+@only_in_test_all
 def test_a_misbehaving_queue_does_not_delay_its_neighbor() -> None:
     with running() as forq:
         create(forq, "wild", "wild", "memory_limit=150mb", "pids_limit=40", "nice=15", "max_stalls=0", "timeout=5m")

@@ -16,6 +16,7 @@ from forq.broker.journal import Event, read_entry
 from tests.support.drive.processes import alive
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
+from tests.support.thorough import only_in_test_all
 
 SECONDS = float(os.environ.get("FORQ_TEST_RATE_SECONDS", "4"))
 
@@ -85,6 +86,7 @@ def test_jobs_begin_at_the_rate_never_above_the_burst_and_no_worker_spins(redis_
     assert cpu / span < 0.5
 
 
+@only_in_test_all
 def test_slow_jobs_also_begin_at_the_rate(redis_url: str, tmp_path: Path) -> None:
     """The workers that took the tokens run for long; those behind them are notified of the next tokens."""
     rate, count = 10, 30

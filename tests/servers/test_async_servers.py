@@ -19,6 +19,7 @@ from tests.support.drive.redis_cluster import RedisCluster, free_ports
 from tests.support.drive.replicas import replicated, watched
 from tests.support.drive.server import Server
 from tests.support.faults.proxy import Proxy
+from tests.support.thorough import only_in_test_all
 
 HOUR_MS = 3_600_000
 
@@ -75,6 +76,7 @@ def test_a_cluster_without_a_reachable_node_is_unavailable() -> None:
     run(f"redis+cluster://127.0.0.1:{first},127.0.0.1:{second}", test)
 
 
+@only_in_test_all
 def test_sentinels_lead_to_the_master_also_after_a_failover() -> None:
     with watched() as (pair, sentinels):
 
