@@ -193,7 +193,7 @@ flood: tools ## a gigabyte of output from one handler, raw and printed, while ot
 	FORQ_TEST_FLOOD_MB=1000 $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_logs.py -k flood
 
 isolation: tools ## a fork bomb, a leak and a gigabyte of output in one queue, three times: the effect on another queue
-	FORQ_TEST_ISOLATION_ROUNDS=3 FORQ_TEST_FLOOD_MB=1000 $(BIN)/pytest -s --timeout 900 tests/end_to_end/test_isolation.py
+	FORQ_TEST_THOROUGH=1 FORQ_TEST_ISOLATION_ROUNDS=3 FORQ_TEST_FLOOD_MB=1000 $(BIN)/pytest -s --timeout 900 tests/end_to_end/test_isolation.py
 
 exits: tools ## every exit code and signal from a handler, three times each: the effect on another queue and the supervisor
 	FORQ_TEST_EXITS=3 $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_exit_codes.py -k no_exit_code
