@@ -1,0 +1,1 @@
+"""Helpers for web frameworks. forq itself imports none of them."""
