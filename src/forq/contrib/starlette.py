@@ -97,7 +97,8 @@ def _answering(
     async def answer(connection: HTTPConnection, exc: Exception) -> JSONResponse | None:
         reason = next(text for error, text in _REASONS.items() if isinstance(exc, error))
         detail = f"{type(exc).__name__}: {reason}"
-        log.warning("%s: %s: %s", connection.url.path, type(exc).__name__, exc)
+        # %r: a path may contain control characters.
+        log.warning("%r: %s: %s", connection.url.path, type(exc).__name__, exc)
         if isinstance(connection, WebSocket):
             await connection.close(TRY_AGAIN_LATER, detail)
             return None
