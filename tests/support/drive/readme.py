@@ -28,6 +28,7 @@ EXAMPLES = ROOT / "etc/examples"
 PREPARATION = re.compile(r"python3 -m venv \.venv|\.venv/bin/pip install ")
 _PORT = re.compile(r"(?:localhost:|127\.0\.0\.1:|--port )(\d{4})\b")
 _TEXTS = {".md", ".py", ".toml"}
+_MARK = "--- end of a command ---"
 _START_SECONDS = 60.0
 _END_SECONDS = 30.0
 _COMMAND_SECONDS = 60.0
@@ -114,20 +115,22 @@ class Project:
         return bool(status["queues"]) and all(queue["state"] == "running" for queue in status["queues"])
 
     def _run_session(self, block: Block) -> None:
-        for command, expected in commands_with_output(block.text):
-            done = subprocess.run(
-                ["bash", "-c", command],
-                cwd=self.home,
-                env=self.environ(),
-                text=True,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                timeout=_COMMAND_SECONDS,
-                check=False,
-            )
+        """All commands of a block run in one shell, so that later ones see its variables."""
+        commands = commands_with_output(block.text)
+        done = subprocess.run(
+            ["bash", "-c", "\n".join(f"{command}\necho; echo {_MARK}" for command, _ in commands)],
+            cwd=self.home,
+            env=self.environ(),
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=_COMMAND_SECONDS,
+            check=False,
+        )
+        for (command, expected), printed in zip(commands, done.stdout.split(f"{_MARK}\n"), strict=False):
             pattern = ".*".join(map(re.escape, expected.split("…")))
-            assert re.fullmatch(pattern, done.stdout.strip(), re.DOTALL), (
-                f"line {block.line}: {command}\nprinted: {done.stdout}\nexpected: {expected}\n{self.log}"
+            assert re.fullmatch(pattern, printed.strip(), re.DOTALL), (
+                f"line {block.line}: {command}\nprinted: {printed}\nexpected: {expected}\n{self.log}"
             )
 
     def remove(self) -> list[tuple[str, int]]:
