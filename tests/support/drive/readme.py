@@ -49,6 +49,8 @@ class Project:
         self.home = self.directory / name
         self.state_dir = self.directory / "state"
         self._servers: list[tuple[str, subprocess.Popen[bytes]]] = []
+        # What each program has printed until its end.
+        self.printed: dict[str, str] = {}
         shutil.copytree(EXAMPLES / name, self.home, ignore=shutil.ignore_patterns("__pycache__", ".venv"))
         (self.home / ".venv").symlink_to(sys.prefix)
         self._choose_ports()
@@ -145,6 +147,7 @@ class Project:
                 process.kill()
                 process.wait()
                 raise
+        self.printed = {program: self.log_of(program) for program, _ in self._servers}
         shutil.rmtree(self.directory)
         return codes
 
