@@ -116,6 +116,11 @@ async def fail_later() -> None:
     raise RuntimeError("it failed")
 
 
+def run_job(task: Any, job: forq.Job) -> None:
+    returned = task.run_job({}, job)
+    asyncio.run(returned)
+
+
 def attempts_reported(
     reporting: ModuleType, events: list[Event], function: Callable[[], Any], *, every_attempt: bool
 ) -> list[str]:
@@ -124,8 +129,7 @@ def attempts_reported(
     task = app.task(dead_on=(LookupError,))(function)
     for retry_count in (0, 1):
         with pytest.raises((RuntimeError, LookupError, forq.ForqError)):
-            returned = task.run_job({}, job_of(task.name, retry_count=retry_count))
-            asyncio.run(returned)
+            run_job(task, job_of(task.name, retry_count=retry_count))
     return [event["tags"]["attempt"] for event in events]
 
 
