@@ -144,11 +144,18 @@ class Container:
 
     def run(self, *command: str) -> "subprocess.CompletedProcess[str]":
         """Like `docker exec`."""
-        user, _, group = self.image.user.partition(":")
-        enter = ["nsenter", "-t", str(self.pid), "-m", "-p", "-r", "-S", user, "-G", group or user]
         return subprocess.run(
-            [*enter, *self._prefix(), *command], capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
+            [*self._entering(), *command], capture_output=True, text=True, timeout=_COMMAND_SECONDS, check=False
         )
+
+    def begin(self, *command: str) -> "subprocess.Popen[bytes]":
+        """Like `docker exec`, beside the test."""
+        with open(self.log_file, "ab") as log:
+            return subprocess.Popen([*self._entering(), *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def _entering(self) -> list[str]:
+        user, _, group = self.image.user.partition(":")
+        return ["nsenter", "-t", str(self.pid), "-m", "-p", "-r", "-S", user, "-G", group or user, *self._prefix()]
 
     def wait_until_healthy(self) -> None:
         def is_healthy() -> bool:
@@ -160,10 +167,13 @@ class Container:
 
     def processes(self) -> dict[int, tuple[str, str]]:
         """State and title of all its processes, by their pids outside."""
-        found = {}
+        found: dict[int, tuple[str, str]] = {}
         for process in psutil.Process(self.process.pid).children(recursive=True):
             try:
-                found[process.pid] = (process.status(), " ".join(process.cmdline()) or process.name())
+                state = process.status()
+                # A zombie has no command line.
+                title = process.name() if state == psutil.STATUS_ZOMBIE else " ".join(process.cmdline())
+                found[process.pid] = (state, title)
             except psutil.NoSuchProcess:
                 continue
         return found
