@@ -3,78 +3,27 @@
 import os
 import re
 import shlex
-import shutil
 import signal
 import subprocess
 import time
 import tomllib
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import pytest
 
-from forq import Client
 from forq.supervisor.supervisor import STOP_MARGIN_SECONDS
 from forq.values import parse_duration
 from tests.docs.pages import blocks
-from tests.support.drive.container import Container, Image, container, instructions, why_not
-from tests.support.drive.readme import EXAMPLES, check_installed, commands_with_output, free_port
-from tests.support.drive.server import Server
+from tests.examples.running_worker import Worker
+from tests.support.drive.container import Image, instructions
+from tests.support.drive.readme import EXAMPLES, check_installed, commands_with_output
 from tests.support.drive.wait import wait_until
 
 pytestmark = pytest.mark.one_server
 
 DOCKER = EXAMPLES / "docker"
-# More tasks for the worker.
-TASKS = """
-
-@app.task
-def leave_orphans() -> int:
-    import subprocess
-
-    subprocess.run(["sh", "-c", "sleep 0.1 & sleep 300 & exit 0"], check=True)
-    return 1
-"""
-
-
-class Worker(NamedTuple):
-    container: Container
-    redis: Server
-    web_port: int
-    metrics_port: int
-
-    def enqueue(self, call: str) -> str:
-        """In a process of the container, as the web application does."""
-        done = self.container.run("python", "-c", f"from shop.tasks import *; print({call}.id)")
-        assert done.returncode == 0, done.stderr
-        return done.stdout.strip()
-
-    def job(self, id: str) -> Any:
-        return Client(f"redis://127.0.0.1:{self.redis.port}").queue("shop").job(id)
-
-    def main_process(self) -> int:
-        (pid,) = [pid for pid, (_, title) in self.container.processes().items() if title.startswith("forq: shop main")]
-        return pid
-
-
-@pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Worker]:
-    if reason := why_not():
-        pytest.skip(f"no container can be made: {reason}")
-    context = tmp_path / "docker"
-    shutil.copytree(DOCKER, context, ignore=shutil.ignore_patterns("__pycache__", "wheels"))
-    redis_port, web_port, metrics_port = free_port(), free_port(), free_port()
-    config = context / "forq.toml"
-    config.write_text(config.read_text().replace("0.0.0.0:9464", f"127.0.0.1:{metrics_port}"))
-    tasks = context / "shop/tasks.py"
-    tasks.write_text(tasks.read_text() + TASKS)
-    environ = {"FORQ_REDIS": f"redis://127.0.0.1:{redis_port}"}
-    with Server(port=redis_port) as redis, container(context, environ) as started:
-        started.wait_until_healthy()
-        wait_until(lambda: started.run("forqctl", "status", "--check").returncode == 0, what="the queue runs")
-        yield Worker(started, redis, web_port, metrics_port)
 
 
 def test_pid_1_stops_within_its_grace_and_finishes_the_running_job(worker: Worker) -> None:

@@ -111,7 +111,7 @@ def _without_network(command: str) -> str:
 class Container:
     """PID 1 and its namespaces."""
 
-    def __init__(self, image: Image, context: Path, environ: Mapping[str, str]) -> None:
+    def __init__(self, image: Image, context: Path, environ: Mapping[str, str], volume_options: str) -> None:
         self.image = image
         self.environ = {**image.environ, **environ}
         self._directory = Path(tempfile.mkdtemp(prefix="forq-"))
@@ -122,7 +122,7 @@ class Container:
         with open(self.log_file, "wb") as log:
             self.process = subprocess.Popen(
                 [str(BOOT), str(room), image.build, image.user, image.volume, *self._prefix(), *image.command],
-                env={**os.environ, "SHARED": " ".join(sorted(shared))},
+                env={**os.environ, "SHARED": " ".join(sorted(shared)), "VOLUME_OPTIONS": volume_options},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -187,8 +187,9 @@ class Container:
 
 
 @contextmanager
-def container(context: Path, environ: Mapping[str, str]) -> Iterator[Container]:
-    started = Container(Image.read(context), context, environ)
+def container(context: Path, environ: Mapping[str, str], *, volume_options: str = "") -> Iterator[Container]:
+    """`volume_options`: of the mounted volume; by default it has the owner and the mode of its directory."""
+    started = Container(Image.read(context), context, environ, volume_options)
     try:
         yield started
     finally:

@@ -3,6 +3,7 @@
 #
 # Its file system is an overlay of this machine's files, in which BUILD (a script) is run first. Then the file system
 # becomes read-only, except for VOLUME and /tmp. SHARED: directories of this machine that it sees, too.
+# VOLUME_OPTIONS: of the mount; by default it has the owner and the mode of its directory.
 set -euo pipefail
 PATH=$PATH:/usr/sbin:/sbin
 export ROOM=$1
@@ -27,7 +28,7 @@ exec unshare --pid --fork --kill-child --mount --propagation private bash -euc '
   done
   printf "%s" "$build" | chroot "$root" bash -euo pipefail
   kept=$(stat -c "mode=%a,uid=%u,gid=%g" "$root$volume")
-  mount -t tmpfs -o "$kept" tmpfs "$root$volume"
+  mount -t tmpfs -o "${VOLUME_OPTIONS:-$kept}" tmpfs "$root$volume"
   mount -o remount,ro "$root"
   exec chroot --userspec="$user" "$root" "$@"
 ' container "$@"
