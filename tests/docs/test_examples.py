@@ -55,9 +55,7 @@ RUN_BLOCKS = (
     BULK,
 )
 # The first needs Spark; tests/end_to_end/test_fastapi.py, tests/contrib and tests/examples run the others.
-NOT_RUN = [
-    block for page in ("pipeline", "fastapi", "flask", "sentry") for block in examples(f"docs/guide/{page}.md")
-]
+NOT_RUN = [block for page in ("pipeline", "fastapi", "flask", "sentry") for block in examples(f"docs/guide/{page}.md")]
 
 
 def execute(block: Block, **names: object) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import pytest
 
 from forq.supervisor.supervisor import STOP_MARGIN_SECONDS
 from forq.values import parse_duration
-from tests.docs.pages import blocks
+from tests.docs.pages import ROOT, blocks
 from tests.examples.running_worker import Worker
 from tests.support.drive.container import Image, instructions
 from tests.support.drive.readme import EXAMPLES, check_installed, commands_with_output
@@ -108,3 +108,11 @@ def test_docker_waits_longer_than_forq_needs_to_stop() -> None:
     assert Image.read(DOCKER).command[0] == "forq"
     assert service("worker")["read_only"] is True
     assert service("worker")["environment"] == service("web")["environment"]
+
+
+def test_the_dockerfile_of_the_guide_is_that_of_the_example_without_the_wheels() -> None:
+    (shown,) = [block for block in blocks(ROOT / "docs/guide/containers.md") if block.language == "dockerfile"]
+    lines = (DOCKER / "Dockerfile").read_text().splitlines()
+    assert shown.text.splitlines() == [
+        line for number, line in enumerate(lines) if not re.match("#|.*wheels", line) and (line or number > 3)
+    ]

@@ -13,7 +13,7 @@ import pytest
 from forq.errors import ExitCode
 from forq.supervisor.supervisor import STOP_MARGIN_SECONDS
 from forq.values import parse_duration
-from tests.docs.pages import blocks
+from tests.docs.pages import ROOT, blocks
 from tests.examples.running_worker import Worker, running_worker
 from tests.support.drive.container import Image, container, why_not
 from tests.support.drive.readme import EXAMPLES
@@ -124,3 +124,9 @@ def check_query(worker: Worker) -> None:
     page = get(worker, "/metrics")[1]
     for state in states.split("|"):
         assert f'{metric}{{queue="{queue}",state="{state}"}}' in page
+
+
+def test_the_guide_shows_the_query_of_the_example() -> None:
+    (shown,) = [block for block in blocks(ROOT / "docs/guide/containers.md") if block.language == "yaml"]
+    (scaled,) = manifests("scaling.yaml")
+    assert yaml.safe_load(shown.text)["triggers"] == scaled["spec"]["triggers"]
