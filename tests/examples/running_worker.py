@@ -27,6 +27,7 @@ def leave_orphans() -> int:
 
 
 class Worker(NamedTuple):
+    context: Path
     container: Container
     redis: Server
     web_port: int
@@ -47,19 +48,19 @@ class Worker(NamedTuple):
 
 
 @contextmanager
-def running_worker(directory: Path, **how: Any) -> Iterator[Worker]:
-    """`how`: arguments of `container`."""
+def running_worker(directory: Path, *, settings: str = "", **how: Any) -> Iterator[Worker]:
+    """`settings`: more lines of forq.toml. `how`: arguments of `container`."""
     if reason := why_not():
         pytest.skip(f"no container can be made: {reason}")
     context = directory / "docker"
     shutil.copytree(EXAMPLES / "docker", context, ignore=shutil.ignore_patterns("__pycache__", "wheels"))
     redis_port, web_port, metrics_port = free_port(), free_port(), free_port()
     config = context / "forq.toml"
-    config.write_text(config.read_text().replace("0.0.0.0:9464", f"127.0.0.1:{metrics_port}"))
+    config.write_text(settings + config.read_text().replace("0.0.0.0:9464", f"127.0.0.1:{metrics_port}"))
     tasks = context / "shop/tasks.py"
     tasks.write_text(tasks.read_text() + TASKS)
     environ = {"FORQ_REDIS": f"redis://127.0.0.1:{redis_port}", **how.pop("environ", {})}
     with Server(port=redis_port) as redis, container(context, environ, **how) as started:
         started.wait_until_healthy()
         wait_until(lambda: started.run("forqctl", "status", "--check").returncode == 0, what="the queue runs")
-        yield Worker(started, redis, web_port, metrics_port)
+        yield Worker(context, started, redis, web_port, metrics_port)

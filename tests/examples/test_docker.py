@@ -76,8 +76,7 @@ def test_the_commands_of_the_readme_work_in_the_container(worker: Worker) -> Non
             pattern = ".*".join(map(re.escape, expected.split("…")))
             assert re.fullmatch(pattern, done.stdout.strip()), f"{command}: {done.stdout}{done.stderr}"
     finally:
-        web.terminate()
-        web.wait(30)
+        worker.container.end(web)
 
 
 def readme_session() -> list[tuple[str, str]]:

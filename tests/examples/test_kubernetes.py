@@ -100,6 +100,22 @@ def test_without_the_variable_it_does_not_start() -> None:
         assert "FORQ_STRICT_MODES=no" in refused.log
 
 
+def test_a_new_pod_takes_over_the_job_of_a_killed_one_when_its_heartbeats_expire(tmp_path: Path) -> None:
+    with running_worker(tmp_path, settings='heartbeat = "200ms"\nexpiry = "1s"\n') as killed:
+        job = killed.enqueue("bill.enqueue(1, seconds=60)")
+        wait_until(lambda: killed.job(job)["state"] == "active", what="the job runs")
+        killed.container.kill()
+        # Nothing of the state directory is left.
+        with container(killed.context, {"FORQ_REDIS": killed.container.environ["FORQ_REDIS"]}) as new:
+            new.wait_until_healthy()
+
+            def runs_again() -> bool:
+                found = killed.job(job)
+                return (found["state"], found["stall_count"]) == ("active", 1)
+
+            wait_until(runs_again, what="the new pod runs the job")
+
+
 def probes(worker: Worker, main: Any) -> tuple[int, int]:
     """The exit code of the liveness probe, and the status of the readiness probe."""
     alive = worker.container.run(*main["livenessProbe"]["exec"]["command"]).returncode

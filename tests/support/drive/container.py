@@ -21,7 +21,7 @@ from tests.docs.pages import ROOT
 from tests.support.drive.wait import wait_until
 
 BOOT = Path(__file__).with_name("container_boot.sh")
-TOOLS = ("unshare", "nsenter", "chroot", "useradd")
+TOOLS = ("unshare", "nsenter", "setpriv", "chroot", "useradd")
 _COMMAND_SECONDS = 60.0
 
 
@@ -121,7 +121,19 @@ class Container:
         shared = {str(context), str(ROOT), sys.prefix, sys.base_prefix}
         with open(self.log_file, "wb") as log:
             self.process = subprocess.Popen(
-                [str(BOOT), str(room), image.build, image.user, image.volume, *self._prefix(), *image.command],
+                # Ends with the test, even if the test is killed.
+                [
+                    "setpriv",
+                    "--pdeathsig",
+                    "KILL",
+                    str(BOOT),
+                    str(room),
+                    image.build,
+                    image.user,
+                    image.volume,
+                    *self._prefix(),
+                    *image.command,
+                ],
                 env={**os.environ, "SHARED": " ".join(sorted(shared)), "VOLUME_OPTIONS": volume_options},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -149,9 +161,15 @@ class Container:
         )
 
     def begin(self, *command: str) -> "subprocess.Popen[bytes]":
-        """Like `docker exec`, beside the test."""
+        """Like `docker exec`, beside the test. `end` ends it."""
         with open(self.log_file, "ab") as log:
             return subprocess.Popen([*self._entering(), *command], stdin=subprocess.DEVNULL, stdout=log, stderr=log)
+
+    def end(self, begun: "subprocess.Popen[bytes]") -> None:
+        """Ends the command itself; nsenter waits for it."""
+        for process in psutil.Process(begun.pid).children():
+            process.terminate()
+        begun.wait(_COMMAND_SECONDS)
 
     def _entering(self) -> list[str]:
         user, _, group = self.image.user.partition(":")
@@ -178,11 +196,15 @@ class Container:
                 continue
         return found
 
-    def remove(self) -> None:
+    def kill(self) -> None:
+        """Kills PID 1, and with it all others end."""
         if self.process.poll() is None:
-            # unshare kills its child, and with PID 1 all others end.
-            self.process.kill()
-            self.process.wait()
+            for init in psutil.Process(self.process.pid).children():
+                init.kill()
+            self.process.wait(_COMMAND_SECONDS)
+
+    def remove(self) -> None:
+        self.kill()
         shutil.rmtree(self._directory)
 
 

@@ -30,5 +30,6 @@ exec unshare --pid --fork --kill-child --mount --propagation private bash -euc '
   kept=$(stat -c "mode=%a,uid=%u,gid=%g" "$root$volume")
   mount -t tmpfs -o "${VOLUME_OPTIONS:-$kept}" tmpfs "$root$volume"
   mount -o remount,ro "$root"
-  exec chroot --userspec="$user" "$root" "$@"
+  # The signal ends it with unshare; a change of the user would clear it.
+  exec chroot "$root" setpriv --reuid "${user%%:*}" --regid "${user##*:}" --clear-groups --pdeathsig KILL -- "$@"
 ' container "$@"
