@@ -54,8 +54,8 @@ RUN_BLOCKS = (
     DRAIN,
     BULK,
 )
-# The first needs Spark; tests/end_to_end/test_fastapi.py runs the second.
-NOT_RUN = [*examples("docs/guide/pipeline.md"), *examples("docs/guide/fastapi.md")]
+# The first needs Spark; tests/end_to_end/test_fastapi.py, tests/contrib and tests/examples run the others.
+NOT_RUN = [block for page in ("pipeline", "fastapi", "flask", "sentry") for block in examples(f"docs/guide/{page}.md")]
 
 
 def execute(block: Block, **names: object) -> dict[str, Any]:
