@@ -29,7 +29,7 @@ class Clock:
         """Moves the clock ahead; returns the new time. Jobs that become due run with the next `run_all`."""
         ahead = seconds if isinstance(seconds, timedelta) else timedelta(seconds=_number(seconds))
         if ahead < timedelta(0):
-            raise UsageError(f"tick({shown(seconds)}) is not allowed: the clock goes ahead; to go back: clock.set(WHEN)")
+            raise UsageError(f"tick({shown(seconds)}) is not allowed: seconds from 0; to go back: clock.set(WHEN)")
         self._ahead_us += ahead // timedelta(microseconds=1)
         return self.now()
 

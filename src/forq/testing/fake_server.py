@@ -63,7 +63,7 @@ _connect_to_others = link.connect
 def _install(server: FakeServer) -> None:
     with _installing:
         if not _installed:
-            link.connect = pubsub.connect = _connect
+            _replace_connect(_connect)
             _replace_time(time, _time)
         _installed[server.url] = server
 
@@ -72,8 +72,13 @@ def _uninstall(server: FakeServer) -> None:
     with _installing:
         del _installed[server.url]
         if not _installed:
-            link.connect = pubsub.connect = _connect_to_others
+            _replace_connect(_connect_to_others)
             _replace_time(_time, time)
+
+
+def _replace_connect(connect: Any) -> None:
+    for module in (link, pubsub):
+        vars(module)["connect"] = connect
 
 
 def _connect(

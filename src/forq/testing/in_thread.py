@@ -96,6 +96,11 @@ class InThread(JobStore):
             served.append(ServedQueue(name, handlers, Handlers({None: fail_handler}) if fail_handler else None))
         return served
 
+    def clear(self) -> None:
+        """Removes everything; creates the queues and schedules anew."""
+        self.client.link().call("FLUSHDB")
+        self.create_queues()
+
     def create_queues(self) -> None:
         """Creates the queues and schedules, as a supervisor does at its start."""
         registry = Registry(self.client.link(), self.client.prefix)
@@ -110,8 +115,8 @@ class InThread(JobStore):
         self.restart_schedules()
 
     def restart_schedules(self) -> None:
-        """The first tick of every schedule is the next one from now. A new schedule with an interval would tick at once,
-        in every test."""
+        """The first tick of every schedule is the next one from now. A new schedule with an interval would otherwise
+        tick at once, in every test."""
         link, prefix = self.client.link(), self.client.prefix
         for name in self.client.queues():
             schedules = Schedules(link, prefix, name)

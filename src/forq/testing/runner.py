@@ -393,4 +393,3 @@ def _nothing() -> None:
 
 def running_loop() -> AbstractEventLoop | None:
     return asyncio._get_running_loop()
-

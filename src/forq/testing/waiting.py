@@ -1,7 +1,7 @@
 """Waits for results in memory: nothing runs jobs beside the test, so a wait that would block says so at once.
 
-A wait goes on while jobs are being run elsewhere in this process: in another thread, or by `arun_all` in another asyncio
-task.
+A wait goes on while jobs are being run elsewhere in this process: in another thread, or by `arun_all` in another
+asyncio task.
 """
 
 import asyncio
@@ -94,7 +94,9 @@ def _places_of(wait: Any) -> tuple[InThread, str] | None:
 
 def _raise_if_idle(place: InThread, what: str) -> None:
     if place.runner.thread is None:
-        raise WaitTimeout(f"{what} has not ended, and nothing runs jobs here: call run_all() first, or await arun_all()")
+        raise WaitTimeout(
+            f"{what} has not ended, and nothing runs jobs here: call run_all() first, or await arun_all()"
+        )
     if _RUN.get(None) is not None or (place.runner.thread == threading.get_ident() and not _in_event_loop()):
         raise WaitTimeout(f"{what} has not ended, and here jobs run one after the other: a job cannot wait for another")
 

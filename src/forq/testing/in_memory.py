@@ -7,10 +7,14 @@ from forq.app.app import App
 from forq.errors import UsageError
 from forq.paths import DEFAULT_PREFIX
 from forq.testing.clock import Clock
-from forq.testing.fake_server import FakeServer
 from forq.testing.in_thread import GivenHandler, Handler, InThread, Target, closing, read_apps
 from forq.testing.redirect import redirected
 from forq.testing.waiting import answer_waits
+
+try:
+    from forq.testing.fake_server import FakeServer
+except ImportError as missing:
+    raise ImportError(f"jobs in memory need fakeredis with Lua: pip install 'forq[testing]' ({missing})") from missing
 
 
 class Memory(InThread):
