@@ -19,7 +19,7 @@ from functools import cache
 from typing import Any, Literal
 
 from forq.broker.claim import Consumer, Limits, report_progress
-from forq.broker.inspect import Inspector
+from forq.broker.inspect import counts_of
 from forq.broker.keys import fail_queue
 from forq.broker.recovery import WorkerRecovery
 from forq.broker.scripts import Fate
@@ -160,10 +160,11 @@ class _Process:
             self._recovery.promote(fail_queue(queue.name))
 
     def _may_have_work(self, queue: ServedQueue) -> bool:
-        with suppress(UnknownQueue):
-            counts = Inspector(self.client.link(), self.client.prefix, queue.name).counts()
-            return bool(counts.waiting or counts.retry or (counts.fail_jobs and queue.fail_handler is not None))
-        return False
+        fails = fail_queue(queue.name)
+        names = [queue.name] if queue.fail_handler is None else [queue.name, fails]
+        counts = counts_of(self.client.link(), self.client.prefix, names)
+        own, of_fails = counts[queue.name], counts.get(fails)
+        return bool(own and (own.waiting or own.retry or (of_fails and of_fails.waiting)))
 
     def _enter_lifespans(self, handlers: Handlers) -> None:
         for app in handlers.apps:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from forq.app.app import App
-from forq.broker.inspect import Counts, Inspector
+from forq.broker.inspect import Counts, counts_of
 from forq.broker.keys import fail_queue, queue_base
 from forq.broker.link import Link
 from forq.client import Queue
 from forq.ctl.client import ControlClient
-from forq.errors import ForqError, SupervisorUnreachable, TimedOut, UnknownQueue, UsageError, WaitTimeout
+from forq.errors import ForqError, SupervisorUnreachable, TimedOut, UsageError, WaitTimeout
 from forq.paths import DEFAULT_PREFIX, SOCKET_NAME
 from forq.testing.in_thread import Target, read_apps
 from forq.testing.leashed import CannotStart, Leashed
@@ -74,6 +74,8 @@ class SupervisorProcess:
         for queue in status["queues"]:
             if queue["state"] == "config_error":
                 raise CannotStart(f"queue {queue['name']!r}: {queue['reason']}\n{queue['traceback'] or ''}".rstrip())
+            if queue["state"] == "flapping":
+                raise CannotStart(f"the processes of queue {queue['name']!r} do not start:\n{self.log.strip()}")
         running = [app["name"] for app in status["apps"] if app["state"] == "running"]
         return len(running) == self._expected and all(queue["state"] == "running" for queue in status["queues"])
 
@@ -136,10 +138,7 @@ class Supervisor(JobStore):
         return bool(busy or (fails is not None and fails.waiting + fails.active))
 
     def _counts(self, name: str) -> Counts | None:
-        try:
-            return Inspector(self.client.link(), self.client.prefix, name).counts()
-        except UnknownQueue:
-            return None
+        return counts_of(self.client.link(), self.client.prefix, [name])[name]
 
     def clear(self) -> None:
         """Removes all jobs, results and tokens, and schedules that tests have made; resumes paused queues. Running jobs
