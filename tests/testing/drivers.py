@@ -27,9 +27,8 @@ keep_done = "1h"
 
 
 class Driver(Protocol):
-    """`client`: of the Redis that is used."""
-
-    store: JobStore
+    @property
+    def store(self) -> JobStore: ...
 
     def run(self, *, after: float = 0.0, until: Callable[[], object] | None = None) -> None:
         """Lets `after` seconds pass, runs all jobs that are due, and repeats that until the condition is true."""

@@ -22,7 +22,6 @@ Redirected = App | Client | AsyncClient
 def redirected(targets: Iterable[Redirected], url: str, prefix: str) -> Iterator[None]:
     """Inside, these apps and clients use this Redis, and so do new ones that name none (FORQ_REDIS, FORQ_PREFIX)."""
     with ExitStack() as undo:
-        undo.enter_context(environment(FORQ_REDIS=url, FORQ_PREFIX=prefix))
         for target in targets:
             if isinstance(target, App):
                 undo.enter_context(_app(target, url, prefix))
@@ -32,6 +31,8 @@ def redirected(targets: Iterable[Redirected], url: str, prefix: str) -> Iterator
                 undo.enter_context(_async_client(target, url, prefix))
             else:
                 raise UsageError(f"{shown(target)} is not allowed: a forq.App, forq.Client or forq.AsyncClient")
+        # Last, so that it is undone first.
+        undo.enter_context(environment(FORQ_REDIS=url, FORQ_PREFIX=prefix))
         yield
 
 

@@ -3,8 +3,9 @@ workers/. One job at a time; nothing is killed, and only coroutines have timeout
 
 1. One call of `JobRunner.run` stands for a process: it enters the lifespans before its first job and leaves them after
    the last.
-2. Before each job, due jobs are promoted and due ticks are fired, with the code of pulse.
-3. The queues take turns. Within a queue: waiting jobs by priority, then fail jobs, then the retry lane.
+2. Due jobs are promoted and due ticks are fired with the code of pulse.
+3. One queue after the other, again and again until none has a job that is due. Within a queue: waiting jobs by
+   priority, then fail jobs, then the retry lane.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from typing import Any, Literal
 
 from forq.broker.claim import Consumer, Limits, report_progress
 from forq.broker.inspect import counts_of
-from forq.broker.keys import fail_queue
+from forq.broker.keys import fail_queue, queue_base
 from forq.broker.recovery import WorkerRecovery
 from forq.broker.scripts import Fate
 from forq.client import Client
@@ -132,27 +133,42 @@ class _Process:
         busy = True
         while busy:
             busy = False
-            for queue in self._queues:
-                if self._serve(queue):
+            for queue in self._queues_with_jobs():
+                with suppress(UnknownQueue):
+                    self._promote(queue)
+                while self._serve(queue):
                     busy = True
                     yield
 
     def has_work(self) -> bool:
         return any(self._may_have_work(queue) for queue in self._queues)
 
+    def _queues_with_jobs(self) -> list[ServedQueue]:
+        """Those that have jobs or schedules; in one round trip, because an app may have many queues."""
+        prefix = self.client.prefix
+        commands: list[tuple[str, ...]] = []
+        for queue in self._queues:
+            base, fails = queue_base(prefix, queue.name), queue_base(prefix, fail_queue(queue.name))
+            commands.append(("EXISTS", f"{base}:jobs", f"{base}:schedules:next", f"{fails}:jobs"))
+        found = self.client.link().pipeline(commands) if commands else []
+        return [queue for queue, exist in zip(self._queues, found, strict=True) if exist]
+
     def _serve(self, queue: ServedQueue) -> bool:
         """Runs one job of the queue; False if none is due."""
-        with suppress(UnknownQueue, Fenced):
-            self._promote(queue)
+        workers = self._workers.get(queue.name)
+        if workers is None:
             if not self._may_have_work(queue):
                 return False
             self._enter_lifespans(queue.handlers)
-            try:
-                return self._workers_of(queue).serve()
-            except (UnknownQueue, Fenced):
-                # It was deleted, and perhaps created again.
-                self._workers.pop(queue.name).close()
-        return False
+        try:
+            if workers is None:
+                workers = self._workers[queue.name] = _QueueWorkers(self, queue)
+            return workers.serve()
+        except (UnknownQueue, Fenced):
+            # It was deleted, and perhaps created again.
+            if gone := self._workers.pop(queue.name, None):
+                gone.close()
+            return False
 
     def _promote(self, queue: ServedQueue) -> None:
         self._recovery.promote(queue.name)
@@ -173,13 +189,6 @@ class _Process:
                 with self.loop.hidden():
                     lifespans.enter()
                 self._lifespans[id(app)] = lifespans
-
-    def _workers_of(self, queue: ServedQueue) -> "_QueueWorkers":
-        workers = self._workers.get(queue.name)
-        if workers is None:
-            workers = _QueueWorkers(self, queue)
-            self._workers[queue.name] = workers
-        return workers
 
     def raise_errors(self, raises: bool) -> None:
         """Raises what interrupted this thread, and with `raises` the exception of the last attempt."""

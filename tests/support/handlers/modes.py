@@ -84,11 +84,12 @@ def look_up(key: str) -> int:
 
 
 @app.task
-def snooze_once() -> str:
+def snooze_once(seconds: float) -> str:
+    """Snoozes again and again if `seconds` is negative."""
     job = current_job()
     note("attempt", job.attempt, "snoozes", job.snoozes)
-    if not job.snoozes:
-        raise Snooze(BACKOFF_SECONDS)
+    if not job.snoozes or seconds < 0:
+        raise Snooze(max(0.0, seconds))
     return f"attempt {job.attempt}"
 
 
