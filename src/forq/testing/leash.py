@@ -16,7 +16,7 @@ import sys
 
 PR_SET_PDEATHSIG = 1
 # A supervisor without jobs needs a fraction of the first.
-STOP_SECONDS = (3.0, 10.0)
+STOP_SECONDS = (0.7, 10.0)
 
 
 def main() -> int:
