@@ -293,7 +293,7 @@ def test_a_cancelled_arun_all_ends(memory: Memory) -> None:
             endless.queue("endless").enqueue(1)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(endless.arun_all(raises=False), 0.1)
-            assert endless.runner.thread is None
+            assert endless._runner.thread is None
             send.enqueue("a")
         await memory.arun_all()
         memory.assert_not_enqueued(send)
@@ -472,3 +472,23 @@ def test_without_fakeredis_the_error_names_the_extra() -> None:
     program = "import sys; sys.modules['fakeredis'] = None; from forq.testing import memory"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert "pip install 'forq[testing]'" in done.stderr
+
+
+def test_no_descriptors_stay_open() -> None:
+    def use() -> int:
+        with testing.memory(app) as memory:
+            send.enqueue("a")
+            threading.Thread(target=lambda: send.enqueue("b")).start()
+            wait_until(lambda: len(memory.jobs()) == 2)
+
+            async def enqueue() -> None:
+                await send.aenqueue("c")
+                with pytest.raises(WaitTimeout):
+                    await send.using(run_in=60).enqueue("d").aresult()
+
+            asyncio.run(enqueue())
+            memory.run_all()
+        return len(os.listdir("/proc/self/fd"))
+
+    use()
+    assert use() == use()

@@ -50,7 +50,7 @@ class Clock:
             back()
         return self.now()
 
-    def next_us(self) -> int:
+    def _next_us(self) -> int:
         """For one command of the fake server. Grows with each call, because forq distinguishes jobs with the same id by
         their times, also if a test has frozen the system's clock."""
         with self._lock:

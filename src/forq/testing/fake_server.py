@@ -74,6 +74,10 @@ def _uninstall(server: FakeServer) -> None:
         if not _installed:
             _replace_connect(_connect_to_others)
             _replace_time(_time, time)
+    for socket in list(server.state.sockets):
+        # Clients that are not closed would keep descriptors.
+        if isinstance(socket, _Socket):
+            socket.close()
 
 
 def _replace_connect(connect: Any) -> None:
@@ -133,13 +137,20 @@ class _Socket(FakeSocket):
         super().__init__(server.state, db=0, client_class=redis.Redis, lua_modules=set())
 
     def _process_command(self, fields: list[bytes]) -> None:
-        before, _now.seconds = _now.seconds, self._clock.next_us() / 1e6
+        before, _now.seconds = _now.seconds, self._clock._next_us() / 1e6
         try:
             super()._process_command(fields)
         finally:
             _now.seconds = before
 
+    def sendall(self, data: Any) -> None:
+        if self.responses is None:
+            raise ConnectionError("the connection is closed")
+        super().sendall(data)
+
     def put_response(self, msg: Any) -> None:
+        if self.responses is None:
+            return
         super().put_response(msg)
         os.eventfd_write(self._bell, 1)
         if self.on_answer is not None:
@@ -166,8 +177,8 @@ class _Socket(FakeSocket):
 
     def close(self) -> None:
         if self.responses is not None:
-            os.close(self._bell)
             super().close()
+            os.close(self._bell)
 
     def _decode_error(self, error: Any) -> ResponseError:
         """Keeps the error code, which fakeredis strips as redis-py does."""
@@ -186,7 +197,7 @@ class _Connection:
         self.socket = _Socket(server)
 
     def is_closed(self) -> bool:
-        return False
+        return self.socket.responses is None
 
     def send(self, command: tuple[Any, ...]) -> None:
         self.socket.sendall(pack(command))
@@ -209,10 +220,9 @@ class _AsyncConnection(AsyncConnection):
 
     def __init__(self, server: FakeServer) -> None:
         self.socket = _Socket(server)
-        self._closed = False
 
     def is_closed(self) -> bool:
-        return self._closed
+        return self.socket.responses is None
 
     def send(self, command: tuple[Any, ...]) -> None:
         self.socket.sendall(pack(command))
@@ -251,9 +261,7 @@ class _AsyncConnection(AsyncConnection):
             self.socket.on_answer = None
 
     def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            waiting = self.socket.on_answer
-            self.socket.close()
-            if waiting is not None:
-                waiting()
+        waiting = self.socket.on_answer
+        self.socket.close()
+        if waiting is not None:
+            waiting()

@@ -37,7 +37,7 @@ class Memory(InThread):
             raise UsageError(
                 f"the clock cannot go back while there are jobs, such as {jobs[0]}; set it before the first enqueue"
             )
-        return self.restart_schedules
+        return self._restart_schedules
 
 
 @contextmanager
@@ -63,5 +63,5 @@ def memory(
         stack.enter_context(closing(place))
         stack.enter_context(answer_waits(place))
         stack.enter_context(redirected(redirect, server.url, DEFAULT_PREFIX))
-        place.create_queues()
+        place._create_queues()
         yield place

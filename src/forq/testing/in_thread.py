@@ -48,7 +48,7 @@ class InThread(JobStore):
             app = next((app for app in apps if name in app.queue_names()), None)
             if app is not None:
                 raise UsageError(f"handlers: queue {name!r} belongs to app {app.name!r}, which runs its jobs")
-        self.runner = JobRunner(self.client, self._served)
+        self._runner = JobRunner(self.client, self._served)
 
     def run_all(self, *, raises: bool = True, limit: int = DEFAULT_LIMIT) -> list[Attempt]:
         """Runs all jobs that are due, also those that these jobs enqueue, and returns what ran.
@@ -75,13 +75,13 @@ class InThread(JobStore):
         if loop is None:
             raise UsageError("arun_all() needs the event loop of asyncio; without one: run_all()")
         limit = _check_limit(limit)
-        return await run_blocking(lambda: self.runner.run(limit=limit, raises=raises, most=sys.maxsize, outer=loop))
+        return await run_blocking(lambda: self._runner.run(limit=limit, raises=raises, most=sys.maxsize, outer=loop))
 
     def _run(self, raises: bool, limit: int, most: int) -> list[Attempt]:
         __tracebackhide__ = True
         if running_loop() is not None:
             raise UsageError("an event loop runs in this thread: await arun_all() instead of run_all()")
-        return self.runner.run(limit=_check_limit(limit), raises=raises, most=most, outer=None)
+        return self._runner.run(limit=_check_limit(limit), raises=raises, most=most, outer=None)
 
     def _served(self) -> list[ServedQueue]:
         served = []
@@ -99,9 +99,9 @@ class InThread(JobStore):
     def clear(self) -> None:
         """Removes everything; creates the queues and schedules anew."""
         self.client.link().call("FLUSHDB")
-        self.create_queues()
+        self._create_queues()
 
-    def create_queues(self) -> None:
+    def _create_queues(self) -> None:
         """Creates the queues and schedules, as a supervisor does at its start."""
         registry = Registry(self.client.link(), self.client.prefix)
         for queue in self._served():
@@ -112,9 +112,9 @@ class InThread(JobStore):
             for (name, key), schedule in app._declared_schedules.items():
                 schedules = Schedules(self.client.link(), self.client.prefix, name)
                 schedules.apply({key: schedule.table}, _APP_SCHEDULES, remove=False)
-        self.restart_schedules()
+        self._restart_schedules()
 
-    def restart_schedules(self) -> None:
+    def _restart_schedules(self) -> None:
         """The first tick of every schedule is the next one from now. A new schedule with an interval would otherwise
         tick at once, in every test."""
         link, prefix = self.client.link(), self.client.prefix

@@ -6,7 +6,7 @@ The client objects stay the same: user code that holds `app.client` or a queue o
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 
 from forq.app.app import App
 from forq.async_client import AsyncClient
@@ -70,6 +70,8 @@ def _app(app: App, url: str, prefix: str) -> Iterator[None]:
     # Outside, where the environment is as before. User code may hold clients that were made inside.
     for client in made:
         if client is not None and client not in clients:
+            if isinstance(client, AsyncClient):
+                _close_connections(client)
             client.url = app._url or redis_url()
             client.prefix = key_prefix() if app._prefix is None else app._prefix
             _forget_connections(client)
@@ -94,6 +96,7 @@ def _async_client(client: AsyncClient, url: str, prefix: str) -> Iterator[None]:
     try:
         yield
     finally:
+        _close_connections(client)
         client.url, client.prefix, client._loops = before
         client._last = None
 
@@ -103,3 +106,10 @@ def _forget_connections(client: Client | AsyncClient) -> None:
         client._local = threading.local()
     else:
         client._loops, client._last = {}, None
+
+
+def _close_connections(client: AsyncClient) -> None:
+    """Those that a test has opened and not closed. Their event loop may have ended."""
+    for connections in client._loops.values():
+        with suppress(RuntimeError):
+            connections.close()

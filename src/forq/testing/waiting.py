@@ -93,11 +93,11 @@ def _places_of(wait: Any) -> tuple[InThread, str] | None:
 
 
 def _raise_if_idle(place: InThread, what: str) -> None:
-    if place.runner.thread is None:
+    if place._runner.thread is None:
         raise WaitTimeout(
             f"{what} has not ended, and nothing runs jobs here: call run_all() first, or await arun_all()"
         )
-    if _RUN.get(None) is not None or (place.runner.thread == threading.get_ident() and not _in_event_loop()):
+    if _RUN.get(None) is not None or (place._runner.thread == threading.get_ident() and not _in_event_loop()):
         raise WaitTimeout(f"{what} has not ended, and here jobs run one after the other: a job cannot wait for another")
 
 

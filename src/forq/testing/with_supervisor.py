@@ -41,6 +41,8 @@ class SupervisorProcess:
         self.socket = self.state_dir / SOCKET_NAME
         config = self._leashed.directory / "forq.toml"
         config.write_text(settings)
+        # A supervisor refuses a file that others may change.
+        config.chmod(0o600)
         command = [sys.executable, "-m", "forq.cli", "run", "--config", str(config), "--state-dir", str(self.state_dir)]
         command += ["--redis", self.url, *(part for app in apps for part in ("--app", app))]
         self._expected = len(apps)
@@ -76,8 +78,9 @@ class SupervisorProcess:
                 raise CannotStart(f"queue {queue['name']!r}: {queue['reason']}\n{queue['traceback'] or ''}".rstrip())
             if queue["state"] == "flapping":
                 raise CannotStart(f"the processes of queue {queue['name']!r} do not start:\n{self.log.strip()}")
-        running = [app["name"] for app in status["apps"] if app["state"] == "running"]
-        return len(running) == self._expected and all(queue["state"] == "running" for queue in status["queues"])
+        running = {queue["name"] for queue in status["queues"] if queue["state"] == "running"}
+        read = [app for app in status["apps"] if app["state"] == "running" and running.issuperset(app["queues"])]
+        return len(read) == self._expected and len(running) == len(status["queues"])
 
 
 def _environment() -> dict[str, str]:
