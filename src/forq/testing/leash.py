@@ -49,8 +49,9 @@ def _start(command: list[str], log: str) -> int:
     try:
         # If this program is killed, too.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW), 0)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        output = os.open(log, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         os.dup2(output, 1)
         os.dup2(output, 2)
         os.execvp(command[0], command)
