@@ -133,6 +133,10 @@ class EventLoop:
         loop = self._loop or self.start()
         loop.call_soon_threadsafe(callback)
 
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        """Blocks until code on the loop has set the event; False if it has not in time."""
+        return event.wait(seconds)
+
     def close(self) -> None:
         """Cancels what is left on the loop and ends its thread. Tasks that ignore it end with the process."""
         loop, thread = self._loop, self._thread

@@ -122,7 +122,7 @@ class _AsyncLifespan:
     def enter(self) -> None:
         self._chain = self._event_loop.begin(Run(self._live(), None))
         # It releases the event in any case: when it has yielded, or at its end.
-        if not self._entered.wait(self._limit_seconds):
+        if not self._event_loop.wait(self._entered, self._limit_seconds):
             self._event_loop.cancel(self._chain.run, Cancelled.TIMEOUT)
             late = TimeoutError(f"it did not yield within {self._limit_seconds:g} s")
             try:

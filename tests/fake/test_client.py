@@ -11,7 +11,7 @@ from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.results import ResultWaiter
 from forq.client import Client, Queue
 from forq.errors import Exists, InvalidData, InvalidId, JobDead, UnknownJob, UnknownQueue, UsageError, WaitTimeout
-from tests.support.drive.fake_server import FakeServer
+from forq.testing.fake_server import FakeServer
 from tests.support.drive.one_queue import HandWorker, OneQueue
 
 

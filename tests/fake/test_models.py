@@ -4,10 +4,10 @@ import hashlib
 
 import pytest
 
+from forq.testing.fake_server import FakeServer
 from tests.guards.model_runs import read_runs, repeat
 from tests.guards.recording import RECORDED
 from tests.guards.test_broker_dumps import MACHINES
-from tests.support.drive.fake_server import FakeServer
 from tests.support.thorough import sample
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from forq.client import Client, Queue, new_job
 from forq.errors import ForqError
+from forq.testing.fake_server import FakeServer
 from tests.guards.model_runs import dump
-from tests.support.drive.fake_server import FakeServer
 from tests.support.drive.one_queue import HandWorker, one_queue
 from tests.support.drive.server import Server
 from tests.support.thorough import examples

@@ -11,6 +11,7 @@ from runpy import run_path
 import pytest
 
 import forq
+from forq import testing
 from tests.guards.recording import RECORD, RECORDED, compare, same_python
 from tests.support.drive.supervisor import BIN
 
@@ -75,6 +76,21 @@ def test_the_public_names_and_their_signatures() -> None:
     lines = [line for name in forq.__all__ for line in described(name, getattr(forq, name))]
     lines += [line for name in sorted(errors()) for line in described(name, errors()[name])]
     compare("signatures.txt", "\n".join(lines) + "\n")
+
+
+def test_the_names_for_tests_of_users_and_their_signatures() -> None:
+    lines: list[str] = []
+    for name in testing.__all__:
+        value = getattr(testing, name)
+        lines += [f"{name}{_signature(value)}"] if inspect.isfunction(value) else described(name, value)
+        if inspect.isclass(value):
+            lines += [f"    {line}" for base in value.__mro__[1:-1] for line in _methods(base)]
+    compare("signatures_testing.txt", "\n".join(lines) + "\n")
+
+
+def _methods(base: type) -> list[str]:
+    """The public methods that a class inherits from one of forq.testing."""
+    return list(described(base.__name__, base))[1:] if base.__module__.startswith("forq.testing") else []
 
 
 def errors() -> dict[str, type]:
