@@ -202,7 +202,14 @@ def _tasks_of_modules() -> Iterator[tuple[Task[..., Any], ForqBackend]]:
         module = sys.modules.get(f"{config.name}.tasks")
         for value in list(vars(module).values()) if module is not None else ():
             # Not isinstance, which would evaluate a lazy object.
-            if issubclass(type(value), Task) and isinstance(backend := value.get_backend(), ForqBackend):
+            if not issubclass(type(value), Task):
+                continue
+            try:
+                backend = value.get_backend()
+            except ImproperlyConfigured:
+                # A test has replaced TASKS since the task was defined: only that task cannot be used.
+                continue
+            if isinstance(backend, ForqBackend):
                 yield value, backend
 
 

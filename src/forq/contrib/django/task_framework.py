@@ -40,6 +40,7 @@ else:
 # django-tasks up to 0.12 has another name.
 InvalidTask: type[Exception] = getattr(exceptions, "InvalidTask", None) or exceptions.InvalidTaskError
 TaskResultDoesNotExist = exceptions.TaskResultDoesNotExist
+TaskResultMismatch = exceptions.TaskResultMismatch
 
 task_enqueued, task_started, task_finished = signals.task_enqueued, signals.task_started, signals.task_finished
 
@@ -53,6 +54,7 @@ __all__ = [
     "TaskError",
     "TaskResult",
     "TaskResultDoesNotExist",
+    "TaskResultMismatch",
     "TaskResultStatus",
     "normalize_json",
     "task_enqueued",

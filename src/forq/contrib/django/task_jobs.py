@@ -24,7 +24,6 @@ from forq.contrib.django.task_framework import (
     TaskResult,
     TaskResultDoesNotExist,
     TaskResultStatus,
-    normalize_json,
     task_finished,
     task_started,
 )
@@ -37,6 +36,7 @@ from forq.contrib.django.task_results import (
     new_result,
     now,
     to_datetime,
+    to_json,
 )
 from forq.errors import ArgumentsDoNotFit, ForqError, Snooze
 from forq.job import RUNNING, Job
@@ -60,7 +60,7 @@ class AnyArguments(Signature):
         """Takes a Call, or the arguments of one."""
         if len(args) == 1 and isinstance(args[0], Call):
             return args[0].data
-        return {"args": normalize_json(args), "kwargs": normalize_json(kwargs)}
+        return {"args": to_json(args), "kwargs": to_json(kwargs)}
 
     def unpack(self, data: Any) -> tuple[list[Any], dict[str, Any]]:
         if not Call.is_valid(data):
@@ -89,7 +89,7 @@ class DjangoTask(SyncTask[..., Any]):
                 attempt = Attempt(self.defined, call, job)
                 attempt.start()
                 try:
-                    value = normalize_json(self.function(*attempt.arguments(), **call.kwargs))
+                    value = to_json(self.function(*attempt.arguments(), **call.kwargs))
                 except BaseException as exc:
                     attempt.fail(exc)
                     raise
@@ -111,7 +111,7 @@ class DjangoAsyncTask(AsyncTask[..., Any]):
             attempt = Attempt(self.defined, call, job)
             await sync_to_async(attempt.start)()
             try:
-                value = normalize_json(await self.function(*attempt.arguments(), **call.kwargs))
+                value = to_json(await self.function(*attempt.arguments(), **call.kwargs))
             except asyncio.CancelledError:
                 # At its deadline, or on request: forq runs it again, or a user has ended it.
                 raise

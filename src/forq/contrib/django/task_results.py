@@ -1,6 +1,7 @@
 """Django's TaskResult of a job, from what forq stores about the job."""
 
 import builtins
+import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from forq.contrib.django.task_framework import (
     TaskError,
     TaskResult,
     TaskResultStatus,
+    normalize_json,
 )
 
 # forq does not store which worker ran an attempt that has ended.
@@ -107,6 +109,14 @@ def id_of_result(queue: str, job_id: str) -> str:
     return f"{queue}:{job_id}"
 
 
+def to_json(value: Any) -> Any:
+    """The value as a reader of the stored JSON gets it. TypeError or ValueError if it is not of JSON types.
+
+    The framework's own normalisation leaves subclasses of str and int as they are, such as choices of a model.
+    """
+    return json.loads(json.dumps(normalize_json(value), allow_nan=False))
+
+
 def new_result(task: Task[..., Any], job_id: str, args: Any, kwargs: Any) -> ForqTaskResult:
     """The result of a call that was not enqueued yet. TypeError if an argument is not of a JSON type."""
     return ForqTaskResult(
@@ -117,8 +127,8 @@ def new_result(task: Task[..., Any], job_id: str, args: Any, kwargs: Any) -> For
         started_at=None,
         finished_at=None,
         last_attempted_at=None,
-        args=args,
-        kwargs=kwargs,
+        args=to_json(args),
+        kwargs=to_json(kwargs),
         backend=task.backend,
         errors=[],
         worker_ids=[],
