@@ -1,5 +1,8 @@
 """ForqBackend for Django's task framework, with the worker's code in the test's process."""
 
+# Django's own Task and TaskResult take no type arguments.
+from __future__ import annotations
+
 import dataclasses
 import sys
 from collections.abc import Callable, Iterator

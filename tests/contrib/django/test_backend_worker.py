@@ -1,5 +1,8 @@
 """Tasks of Django's framework under a real supervisor: `forq run --app forq.contrib.django.worker:app`."""
 
+# Django's own Task and TaskResult take no type arguments.
+from __future__ import annotations
+
 import os
 from collections.abc import Iterator
 from datetime import timedelta

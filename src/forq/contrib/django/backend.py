@@ -5,6 +5,9 @@
 Workers run only the tasks that the module `tasks` of an installed app has: nothing is imported because Redis names it.
 """
 
+# Django's own Task and TaskResult take no type arguments.
+from __future__ import annotations
+
 import math
 import sys
 import threading

@@ -5,6 +5,9 @@
 3. `Attempt` sends the framework's signals and makes the context of the task.
 """
 
+# Django's own Task and TaskResult take no type arguments.
+from __future__ import annotations
+
 import asyncio
 import logging
 import os
@@ -122,7 +125,7 @@ class DjangoAsyncTask(AsyncTask[..., Any]):
             return PackedResult(value, self.signature.pack_result)
 
 
-def task_of_app(app: "DjangoApp", defined: Task[..., Any], options: AttemptOptions) -> DjangoTask | DjangoAsyncTask:
+def task_of_app(app: DjangoApp, defined: Task[..., Any], options: AttemptOptions) -> DjangoTask | DjangoAsyncTask:
     """A Django task as a task of this app, to be registered."""
     kind = DjangoAsyncTask if iscoroutinefunction(defined.func) else DjangoTask
     name = check_type(defined.module_path)

@@ -1,12 +1,15 @@
 """Django's TaskResult of a job, from what forq stores about the job."""
 
+# Django's own Task and TaskResult take no type arguments.
+from __future__ import annotations
+
 import builtins
 import json
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from django.conf import settings
 from django.utils import timezone
@@ -46,7 +49,13 @@ class NoReturnValue:
         return f"<no return value: {self.reason}>"
 
 
-class ForqTaskResult(TaskResult[Any]):
+if TYPE_CHECKING:
+    _TaskResult = TaskResult[Any]
+else:
+    _TaskResult = TaskResult
+
+
+class ForqTaskResult(_TaskResult):
     """A TaskResult that does not show None for a return value that was too large to be stored."""
 
     @property
@@ -64,7 +73,7 @@ class Call:
     data: dict[str, Any]
 
     @classmethod
-    def of(cls, task: Task[..., Any], args: list[Any], kwargs: dict[str, Any]) -> "Call":
+    def of(cls, task: Task[..., Any], args: list[Any], kwargs: dict[str, Any]) -> Call:
         data: dict[str, Any] = {"args": args, "kwargs": kwargs}
         if task.priority != DEFAULT_TASK_PRIORITY:
             data["priority"] = task.priority
