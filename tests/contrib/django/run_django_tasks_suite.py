@@ -40,7 +40,7 @@ def main(path: Path) -> int:
         _replace_backends(server)
         suite = unittest.TestSuite(map(unittest.defaultTestLoader.loadTestsFromName, modules))
         logging.getLogger("forq").addHandler(logging.NullHandler())
-        outcome = unittest.TextTestRunner(verbosity=1, buffer=True).run(suite)
+        outcome = unittest.TextTestRunner(verbosity=1).run(suite)
     return _report(outcome)
 
 
@@ -63,6 +63,7 @@ def _set_up(path: Path, url: str) -> list[str]:
         folder, package = path / "tests/tests", "tests.tests"
     else:
         raise SystemExit(f"{path} has neither tests/tasks (Django 6) nor tests/tests (django-tasks)")
+    given["DATABASES"] = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": ":memory:"}}
     settings.configure(**given, FORQ={"NAME": "default", "URL": url})
     django.setup()
     return sorted(f"{package}.{file.stem}" for file in folder.glob("test_*.py"))
