@@ -20,7 +20,7 @@ from django.core import checks
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 
-from forq.app.tasks import JobOptions
+from forq.app.tasks import JobOptions, JobRef
 from forq.contrib.django.project import DjangoApp, discover_tasks, project_app
 from forq.contrib.django.task_framework import (
     BaseTaskBackend,
@@ -52,7 +52,7 @@ _DEFAULTS: dict[str, Any] = {"max_retries": 0, "keep_done": "1h"}
 _ATTEMPT_OPTIONS = ("timeout", "max_retries", "backoff", "keep_done")
 # Options whose value is the alias of a database.
 _DATABASE_OPTIONS = ("on_commit", "outbox")
-# Django allows results less than 64 characters.
+# Ids of results have less than 64 characters, Django says.
 _MAX_ID = 63
 
 _registering = threading.Lock()
@@ -112,15 +112,16 @@ class ForqBackend(BaseTaskBackend):
         if self._database:
             # After the sender's own function, if that waits for the commit.
             (database,) = self._database.values()
-            transaction.on_commit(partial(self._report, result, None), using=database)
+            transaction.on_commit(partial(self._report, result, ref), using=database)
         else:
-            assert ref._identity is not None
-            self._report(result, int(ref._identity.enqueued_us) / 1e6)
+            self._report(result, ref)
         return result
 
-    def _report(self, result: ForqTaskResult, enqueued_at: float | None) -> None:
-        change(result, enqueued_at=now() if enqueued_at is None else to_datetime(enqueued_at))
-        # The job is stored: a receiver that fails must not make its caller think that it is not. Django logs its error.
+    def _report(self, result: ForqTaskResult, ref: JobRef[Any]) -> None:
+        # A job in an outbox is not in Redis yet.
+        identity = ref._identity
+        change(result, enqueued_at=now() if identity is None else to_datetime(int(identity.enqueued_us) / 1e6))
+        # The job is stored: a receiver that fails must not make the caller think that it is not. Django logs its error.
         task_enqueued.send_robust(sender=type(self), task_result=result)
 
     def get_result(self, result_id: str) -> TaskResult[Any]:
