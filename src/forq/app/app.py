@@ -407,22 +407,29 @@ class App:
         kind: type[Task[..., Any]] = AsyncTask if inspect.iscoroutinefunction(function) else SyncTask
         task = kind(self, function, name, queue, dead_on, signature, options)
         task.aliases = tuple(names[1:])
-        if kind is SyncTask:
+        self._check_names(task)
+        rule = {option: given[option] for option in _RULE_OPTIONS if option in given}
+        if rule:
+            self._add_schedule(schedule_of_task(task, rule, place))
+        self._add(task)
+        return task
+
+    def _check_names(self, task: Task[..., Any]) -> None:
+        """Refuses a task whose name another one has, or whose kind does not fit the hooks."""
+        if not isinstance(task, AsyncTask):
             self._hooks.check_sync_task(task.name)
-        for each in names:
+        for each in (task.name, *task.aliases):
             if each in self._by_type:
-                first = self._by_type[each].function
-                places = f"{first.__qualname__} ({place_of(first)}) and {function.__qualname__} ({place})"
+                first, function = self._by_type[each].function, task.function
+                places = " and ".join(f"{one.__qualname__} ({place_of(one)})" for one in (first, function))
                 raise InvalidTask(
                     f"app {self.name!r} has two tasks of the name {each!r}: {places}; "
                     "give one of them another name: @app.task(name=…)"
                 )
-        rule = {option: given[option] for option in _RULE_OPTIONS if option in given}
-        if rule:
-            self._add_schedule(schedule_of_task(task, rule, place))
+
+    def _add(self, task: Task[..., Any]) -> None:
         self.tasks[task.name] = task
-        self._by_type |= dict.fromkeys(names, task)
-        return task
+        self._by_type |= dict.fromkeys((task.name, *task.aliases), task)
 
 
 def _check_aliases(aliases: object) -> list[object]:

@@ -1,5 +1,6 @@
 """The forq App of a Django project: made from the setting FORQ, with the tasks of the installed apps."""
 
+import sys
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -10,10 +11,11 @@ from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import autodiscover_modules
 
 from forq.app.app import App
+from forq.app.declarations import declare_queue
 from forq.contrib.django.connections import ConnectionsAround
 from forq.errors import ForqError
 from forq.settings import suggestion
-from forq.values import shown
+from forq.values import check_queue_name, shown
 
 # Of the app, and of the queue of its tasks. Django's tasks have the same default.
 DEFAULT_NAME = "default"
@@ -38,6 +40,11 @@ class DjangoApp(App):
         name = super()._default_name(function)
         found = apps.get_containing_app_config(getattr(function, "__module__", None) or "")
         return name if found is None else f"{found.label}.{name}"
+
+    def declare_absent_queue(self, name: str, place: str) -> None:
+        """Declares a queue unless a task or `queue` has it. `place`: of its name, for messages."""
+        if name not in self.queue_names():
+            self._declared_queues[name] = declare_queue(check_queue_name(name), {}, self.name, place)
 
     def _create_command(self) -> str:
         return f"forq app {WORKER_PATH} --create"
@@ -83,3 +90,12 @@ def make_app(given: Mapping[str, Any]) -> DjangoApp:
 def discover_tasks() -> None:
     """Imports the module `tasks` of each installed app that has one."""
     autodiscover_modules("tasks")
+
+
+def register_framework_tasks(app: DjangoApp) -> None:
+    """Registers the tasks of Django's own framework (backend.py), after `discover_tasks`."""
+    # The framework has imported it for the first task that uses it. Projects without one may lack django-tasks.
+    if "forq.contrib.django.backend" in sys.modules:
+        from forq.contrib.django.backend import register_tasks
+
+        register_tasks(app)
