@@ -51,4 +51,4 @@ if os.environ.get("DJANGO_TEST_POSTGRES"):
 else:
     DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": os.path.join(_folder, "database.sqlite3")}}
 
-FORQ = {"NAME": "shop", "QUEUES": {"mails": {"concurrency": 2}}}
+FORQ = {"NAME": "shop", "QUEUES": {"mails": {"concurrency": 2}}, "OUTBOX": {}}
