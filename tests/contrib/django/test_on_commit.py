@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+import unittest
 from contextlib import suppress
 
 import pytest
@@ -218,8 +219,8 @@ class CommitsInTestCase(TestCase):
 
 
 def test_tests_of_users_run_callbacks_with_capture_on_commit_callbacks(receipt: SyncTask[[str], None]) -> None:
-    result = CommitsInTestCase().run()
-    assert result is not None
+    result = unittest.TestSuite([CommitsInTestCase()]).run(unittest.TestResult())
+    assert result.testsRun == 1
     assert result.errors + result.failures == []
 
 
