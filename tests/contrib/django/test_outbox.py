@@ -176,6 +176,21 @@ def test_as_completed_delivers_rows_first(mails: str) -> None:
     assert waiting_ids() == [ref.id]
 
 
+def test_a_failed_callback_of_others_leaves_the_row_to_the_deliverer(mails: str) -> None:
+    from tests.support.django_project.orders.tasks import send_receipt
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    refs = []
+    with suppress(ZeroDivisionError), transaction.atomic(using=mails):
+        transaction.on_commit(fail, using=mails)
+        refs.append(send_receipt.using(outbox=mails).enqueue("1"))
+    assert (refs[0].state(), waiting_ids()) == ("undelivered", [])
+    assert deliver(mails) == Delivered(sent=1)
+    assert refs[0].state() == "waiting"
+
+
 def test_cancel_deletes_a_row_that_nobody_tried_to_send(mails: str) -> None:
     with failing_sends(DOWN):
         ref = order(mails, "1")

@@ -11,7 +11,7 @@ from forq.broker.enqueue import Producer
 from forq.contrib.django.outbox import Delivered, deliver, send_again
 from forq.contrib.django.outbox_delivery import Delivery
 from forq.contrib.django.project import project_app
-from forq.errors import OutcomeUnknown, RedisUnavailable, TooLate
+from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable, TooLate
 from tests.support.drive.outbox import (
     Crash,
     change_rows,
@@ -146,6 +146,25 @@ def test_a_certain_failure_leaves_a_mark_that_another_attempt_has_used(alias: st
     assert sorted(take_jobs()) == ["a", "first"]
     assert deliver(alias) == Delivered(sent=1)
     assert take_jobs() == []
+
+
+def test_an_error_of_unknown_kind_leaves_the_mark(alias: str) -> None:
+    """It may come from the middle of the script."""
+    with failing_sends(ForqError("Redis refused the call"), stored=True):
+        order(alias, id="a")
+    [row] = rows(alias)
+    assert row.epoch
+    assert take_jobs() == ["a"]
+    assert deliver(alias) == Delivered(sent=1)
+    assert take_jobs() == []
+
+
+def test_a_short_dedup_ttl_leaves_time_for_the_deliverer(alias: str) -> None:
+    project_app().client.create_queue("mails", dedup_ttl=1)
+    with failing_sends(unknown()):
+        order(alias, id="a")
+    [row] = rows(alias)
+    assert row.until_ms / 1000 - row.created_at.timestamp() > 3500
 
 
 def test_after_its_time_an_unknown_outcome_is_in_doubt_and_a_person_decides(alias: str) -> None:

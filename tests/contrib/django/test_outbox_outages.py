@@ -19,9 +19,9 @@ from tests.support.drive.supervisor import Forq
 from tests.support.drive.wait import wait_until, whole_lines
 
 ROOT = Path(__file__).parents[3]
-ORDERS = int(os.environ.get("FORQ_TEST_ORDERS", "45"))
+ORDERS = int(os.environ.get("FORQ_TEST_ORDERS", "48"))
 SECONDS = float(os.environ.get("FORQ_TEST_SECONDS", "1.5"))
-PROCESSES, THREADS = 3, 2
+PROCESSES, THREADS = 4, 2
 SETTINGS = "tests.support.django_project.settings"
 PROGRAMS = "tests.support.drive.outbox_programs"
 

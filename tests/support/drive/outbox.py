@@ -11,7 +11,7 @@ from forq.app.tasks import JobRef
 from forq.broker.enqueue import JobIdentity, Producer
 from forq.contrib.django.outbox_delivery import Delivery
 from forq.contrib.django.project import project_app
-from forq.errors import OutcomeUnknown, RedisUnavailable
+from forq.errors import ForqError, OutcomeUnknown
 
 if TYPE_CHECKING:
     from forq.contrib.django.outbox_model import OutboxEntry
@@ -78,7 +78,7 @@ Call = Callable[..., list[tuple[str, JobIdentity | None]]]
 
 
 @contextmanager
-def failing_sends(error: RedisUnavailable, *, stored: bool = False) -> Iterator[None]:
+def failing_sends(error: ForqError, *, stored: bool = False) -> Iterator[None]:
     """Every enqueue fails with this error. `stored`: only the answer is lost."""
     call: Call = Producer.enqueue_identified
 

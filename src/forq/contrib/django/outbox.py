@@ -21,7 +21,7 @@ from django.utils import timezone
 from forq.app.tasks import JobRef, Prepared
 from forq.broker.enqueue import TokenTerms
 from forq.client import Client
-from forq.contrib.django.outbox_delivery import UNMARKED, Delivered, Delivery, check_autocommit
+from forq.contrib.django.outbox_delivery import UNMARKED, Delivered, Delivery, check_autocommit, repeat_until_ms
 from forq.contrib.django.refs import OutboxRef
 from forq.errors import ForqError, RedisUnavailable, UsageError
 from forq.job import new_id
@@ -99,7 +99,7 @@ class Outbox:
         terms = self._known_terms(sender.queue)
         if terms is not None:
             # Marked with the row itself, which saves a commit between that of the transaction and the send.
-            row.epoch, row.until_ms, row.attempted_at = terms.epoch, terms.now_ms + terms.dedup_ttl_ms, row.created_at
+            row.epoch, row.until_ms, row.attempted_at = terms.epoch, repeat_until_ms(terms), row.created_at
             row.marked_by = row.attempt = attempt.delivery.attempt
         return row
 
@@ -126,7 +126,7 @@ class Outbox:
             if delivery.failure is not None:
                 raise delivery.failure
             if unmarked:
-                delivery.deliver([row.key for row in unmarked], dict.fromkeys(row.queue for row in unmarked))
+                delivery.deliver((row.key, row.queue) for row in unmarked)
         except RedisUnavailable as exc:
             self._paused_until = time.monotonic() + PAUSE_SECONDS
             log.warning("jobs of database %s stay in its outbox until Redis is back: %s", self._alias, exc)
@@ -144,7 +144,7 @@ class Outbox:
     def deliver_one(self, key: str, queue: str) -> Delivery:
         """Delivers this row now, with the app's own timeouts. RedisUnavailable if Redis cannot be reached."""
         delivery = Delivery(self._app, self._alias, self._app.client)
-        delivery.deliver([key], [queue], wait=True)
+        delivery.deliver([(key, queue)], wait=True)
         return delivery
 
     def find(self, key: str) -> "OutboxEntry | None":
@@ -206,8 +206,6 @@ class _Attempt:
 class _AtCommit:
     """Called when the transaction of some rows has committed."""
 
-    __qualname__ = "forq.contrib.django.outbox"
-
     def __init__(self, attempt: _Attempt, rows: "list[OutboxEntry]") -> None:
         self.attempt = attempt
         self.rows = rows
@@ -255,7 +253,7 @@ def deliver(alias: str = "default", *, seconds: float | None = None, batch: int 
         after = rows[-1][0]
         delivery = Delivery(app, alias, app.client)
         delivery.delivered = total
-        delivery.deliver([key for _, key, _ in rows], dict.fromkeys(queue for _, _, queue in rows))
+        delivery.deliver((key, queue) for _, key, queue in rows)
     return total
 
 

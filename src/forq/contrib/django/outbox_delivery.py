@@ -10,7 +10,7 @@ that a test can end a process at each of them.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -26,12 +26,15 @@ from forq.broker.link import CallNotAllowed
 from forq.client import Client
 from forq.contrib.django.late_jobs import job_at_send
 from forq.errors import (
+    BackPressure,
     Exists,
     ForqError,
+    IncompatibleProtocol,
     NoReplica,
     OutcomeUnknown,
     QueueFull,
     RedisUnavailable,
+    TooLate,
     UnknownQueue,
     UsageError,
     WrongMode,
@@ -45,6 +48,10 @@ log = logging.getLogger("forq.outbox")
 
 # What a queue answers to a job that it will never take.
 _FINAL = (UsageError, Exists, WrongMode)
+# Other answers after which certainly nothing is stored. Any other error may come from the middle of the script.
+_CERTAIN = (BackPressure, IncompatibleProtocol, TooLate, UnknownQueue)
+# A send may be repeated for dedup_ttl of its queue, but at least for this long.
+MIN_REPEAT_MS = 3_600_000
 UNMARKED: dict[str, Any] = {"epoch": "", "until_ms": 0, "attempted_at": None, "marked_by": "", "attempt": ""}
 
 Stored = dict[str, tuple[str, JobIdentity | None]]
@@ -85,20 +92,25 @@ class Delivery:
         self._has_locks = features.has_select_for_update
         self._skips_locked = features.has_select_for_update_skip_locked
 
-    def deliver(self, keys: Sequence[str], queues: Iterable[str], *, wait: bool = False) -> None:
-        """Delivers the rows with these keys, which are of these queues. `wait`: also for rows that another process is
-        delivering now. RedisUnavailable if Redis cannot be reached."""
-        self.terms = self.read_terms(keys, queues)
+    def deliver(self, rows: Iterable[tuple[str, str]], *, wait: bool = False) -> None:
+        """Delivers rows, given as (key, queue). `wait`: also for those that another process is delivering now.
+
+        RedisUnavailable if Redis cannot be reached.
+        """
+        keys: dict[str, list[str]] = {}
+        for key, queue in rows:
+            keys.setdefault(queue, []).append(key)
+        self.terms = self.read_terms(keys)
         if self.terms:
-            self.mark(keys, self.terms, wait=wait)
-            self.send_marked(keys, wait=wait)
+            self.mark({queue: keys[queue] for queue in self.terms}, wait=wait)
+            self.send_marked([key for queue in self.terms for key in keys[queue]], wait=wait)
         if self.failure is not None:
             raise self.failure
 
-    def read_terms(self, keys: Sequence[str], queues: Iterable[str]) -> dict[str, TokenTerms]:
-        """By queue. Creates absent queues. Rows of a queue that cannot be used are refused, or wait."""
+    def read_terms(self, keys: Mapping[str, Sequence[str]]) -> dict[str, TokenTerms]:
+        """By queue. Creates absent queues. The rows of a queue that cannot be used are refused, or wait."""
         terms: dict[str, TokenTerms] = {}
-        for queue in queues:
+        for queue in keys:
             try:
                 terms[queue] = self._terms_of(queue)
             except RedisUnavailable:
@@ -107,7 +119,7 @@ class Delivery:
                 if isinstance(exc.__cause__, CallNotAllowed):
                     self._stop_queue(queue, exc)
                 else:
-                    self._refuse(self._rows(key__in=keys, queue=queue), exc)
+                    self._refuse(self._rows(key__in=keys[queue]), exc)
             except ForqError as exc:
                 self._stop_queue(queue, exc)
         return terms
@@ -120,15 +132,15 @@ class Delivery:
             self._app.create_absent_queue(queue)
             return producer.token_terms()
 
-    def mark(self, keys: Sequence[str], terms: dict[str, TokenTerms], *, wait: bool = False) -> None:
+    def mark(self, keys: Mapping[str, Sequence[str]], *, wait: bool = False) -> None:
         """Committed when it returns. Each statement holds its own conditions, for databases without row locks."""
         with self._own_transaction():
-            locked = self._lock(self._rows(key__in=keys), wait=wait)
-            for queue, (epoch, now_ms, dedup_ttl_ms) in terms.items():
-                rows = locked.filter(queue=queue)
+            for queue in sorted(keys):
+                rows = self._lock(self._rows(key__in=keys[queue]), wait=wait)
+                epoch, now_ms, _ = terms = self.terms[queue]
                 rows.filter(epoch="").update(
                     epoch=epoch,
-                    until_ms=now_ms + dedup_ttl_ms,
+                    until_ms=repeat_until_ms(terms),
                     attempted_at=timezone.now(),
                     marked_by=self.attempt,
                     attempt=self.attempt,
@@ -179,7 +191,8 @@ class Delivery:
             else:
                 self._refuse(self._rows(key=rows[0].key), exc)
         except ForqError as exc:
-            self.clear(rows, exc)
+            if isinstance(exc, _CERTAIN):
+                self.clear(rows, exc)
             self._stop_queue(queue, exc)
         else:
             self.stored |= stored
@@ -268,6 +281,11 @@ class Delivery:
 
     def _producer(self, queue: str) -> Producer:
         return Producer(self._client.link(), self._client.prefix, queue)
+
+
+def repeat_until_ms(terms: TokenTerms) -> int:
+    """Until when a row that is marked now may be sent."""
+    return terms.now_ms + max(terms.dedup_ttl_ms, MIN_REPEAT_MS)
 
 
 def check_autocommit(alias: str, what: str) -> None:

@@ -64,8 +64,8 @@ class CommitRef(JobRef[T]):
                 f"{self._alias!r} commits, so nothing is known about it before; call {call} after the atomic() block"
             )
         return UsageError(
-            f"{call} of {job}: it was not sent, because the transaction of database {self._alias!r} was rolled back "
-            "(or, in a TestCase, never commits: see captureOnCommitCallbacks)"
+            f"{call} of {job}: it was not sent, because the transaction of database {self._alias!r} was rolled back, "
+            "or an earlier on_commit callback of it failed"
         )
 
     def state(self) -> RefState:
@@ -115,14 +115,20 @@ class OutboxRef(CommitRef[T]):
     def _need_sent(self, call: str) -> None:
         if self._sent:
             return
-        if not self._committed:
-            raise self._too_early(call)
         if _in_event_loop():
             raise UsageError(
                 f"{call} of job {self.id!r}: its row in the outbox may have to be delivered first, which an event loop "
                 "cannot wait for; use `await ref.aresult()`, or sync_to_async"
             )
+        self._need_committed(call)
         self._deliver()
+
+    def _need_committed(self, call: str) -> None:
+        """An exception of another on_commit callback may have kept ours from being called."""
+        if not self._committed:
+            if self._is_open() or self._outbox.find(self.key) is None:
+                raise self._too_early(call)
+            self._committed = True
 
     async def _aneed_sent(self, call: str) -> None:
         if not self._sent:
@@ -144,9 +150,8 @@ class OutboxRef(CommitRef[T]):
 
     def state(self) -> RefState:
         """As for other jobs; undelivered while its row is in the outbox."""
-        if not self._committed:
-            raise self._too_early("state()")
         if not self._sent:
+            self._need_committed("state()")
             if self._outbox.find(self.key) is not None:
                 return "undelivered"
             self._set_sent(self.id, None)

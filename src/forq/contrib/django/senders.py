@@ -67,8 +67,6 @@ class OutboxSender(CommitSender[P, T]):
 class _SendAtCommit:
     """Sends jobs in bulk when their transaction has committed, and gives the refs their identities."""
 
-    __qualname__ = "forq.contrib.django.senders"
-
     def __init__(self, app: "DjangoApp", alias: str, jobs: Sequence[Prepared[Any]]) -> None:
         self._app = app
         self._alias = alias
