@@ -19,8 +19,10 @@ from tests.support.drive.supervisor import Forq
 from tests.support.drive.wait import wait_until, whole_lines
 
 ROOT = Path(__file__).parents[3]
-ORDERS = int(os.environ.get("FORQ_TEST_ORDERS", "48"))
-SECONDS = float(os.environ.get("FORQ_TEST_SECONDS", "1.5"))
+ORDERS = int(os.environ.get("FORQ_TEST_ORDERS", "40"))
+SECONDS = float(os.environ.get("FORQ_TEST_SECONDS", "1"))
+# Of the longest outage, and between two of them.
+OUTAGE_SECONDS, UP_SECONDS = SECONDS / 20 + 0.2, min(SECONDS / 2, 1.5)
 PROCESSES, THREADS = 4, 2
 SETTINGS = "tests.support.django_project.settings"
 PROGRAMS = "tests.support.drive.outbox_programs"
@@ -100,23 +102,19 @@ def test_each_order_gets_its_job_exactly_once(tmp_path: Path, engine: str) -> No
     with ExitStack() as stack:
         here = stack.enter_context(place(tmp_path, engine))
         stack.enter_context(supervisor(here))
-        share = ORDERS // PROCESSES
-        producers = [
-            here.start(PROGRAMS, "produce", f"p{number}", str(share), str(THREADS), str(SECONDS))
-            for number in range(PROCESSES)
-        ]
-        deliverers = [here.start(PROGRAMS, "deliver", str(here.deaths)) for _ in range(2)]
-        for process in (*producers, *deliverers):
+        producers = here.start(PROGRAMS, "produce", str(PROCESSES), str(THREADS), str(ORDERS), str(SECONDS))
+        deliverers = here.start(PROGRAMS, "deliver", str(PROCESSES // 2), str(here.deaths))
+        for process in (producers, deliverers):
             stack.callback(process.wait)
             stack.callback(process.kill)
         outages, most = disturb(here, producers, chance)
-        wait_until(lambda: here.query("SELECT count(*) FROM orders_order") == [(share * PROCESSES,)], what=here.log)
+        assert here.query("SELECT count(*) FROM orders_order") == [(ORDERS,)], here.log
 
         def all_ran() -> bool:
             waiting, receipts = here.query(
                 "SELECT (SELECT count(*) FROM forq_outbox), (SELECT count(DISTINCT number) FROM orders_receipt)"
             )[0]
-            return bool(waiting == 0 and receipts == share * PROCESSES)
+            return bool(waiting == 0 and receipts == ORDERS)
 
         wait_until(all_ran, seconds=120, what="every order has its job")
         orders = {number for (number,) in here.query("SELECT number FROM orders_order")}
@@ -132,16 +130,16 @@ def test_each_order_gets_its_job_exactly_once(tmp_path: Path, engine: str) -> No
             print(f"  {where}: {count}")
 
 
-def disturb(here: Place, producers: "list[subprocess.Popen[bytes]]", chance: random.Random) -> tuple[int, int]:
+def disturb(here: Place, producers: "subprocess.Popen[bytes]", chance: random.Random) -> tuple[int, int]:
     """Outages of Redis until the producers have ended. Returns their number, and how many rows waited at most."""
     outages = most = 0
-    while any(producer.poll() is None for producer in producers) or not outages:
-        time.sleep(chance.uniform(0.3, 1.5))
+    wait_until(lambda: here.query("SELECT count(*) FROM orders_order") != [(0,)], what="the first order")
+    while producers.poll() is None or not outages:
+        time.sleep(chance.uniform(0.2, UP_SECONDS))
         chance.choice((here.server.stop, here.server.kill))()
         outages += 1
-        time.sleep(chance.uniform(0.1, 0.8))
+        time.sleep(chance.uniform(0.1, OUTAGE_SECONDS))
         most = max(most, here.query("SELECT count(*) FROM forq_outbox")[0][0])
         here.server.start()
-    for producer in producers:
-        assert producer.wait(60) == 0, here.log
+    assert producers.wait(60) == 0, here.log
     return outages, most

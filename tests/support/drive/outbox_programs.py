@@ -1,7 +1,7 @@
 """Programs of the outbox proof, each a process of its own: python -m tests.support.drive.outbox_programs MODE ….
 
-    produce NAME ORDERS THREADS SECONDS   commits orders with their jobs; some transactions are rolled back
-    deliver FILE                          forks processes that deliver the outbox, each until it is killed
+    produce PROCESSES THREADS ORDERS SECONDS   commits orders with their jobs; some transactions are rolled back
+    deliver PROCESSES FILE                     forks processes that deliver the outbox, each until it is killed
 
 Both lose replies of Redis at random. A process that delivers kills itself at a random step, or its parent kills it at a
 random time; FILE gets a line for each death.
@@ -14,14 +14,16 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import django
 
 STEPS = ("read_terms", "mark", "send_marked", "send_rows", "send", "delete", "clear")
-# Of each step, and of each reply.
-DEATHS, LOST_REPLIES = 0.04, 0.05
+# Of each step, and of each reply. More often between the answer of Redis and the DELETE.
+DEATHS, DEATHS_AFTER_SEND, LOST_REPLIES = 0.03, 0.3, 0.05
 # The longest life of a process that delivers.
 LIFE_SECONDS = 1.0
 ROLLBACKS = 0.1
@@ -68,7 +70,7 @@ def die_at_random_steps(chance: random.Random, file: str) -> None:
         setattr(Delivery, step, dying)
 
     def die(where: str) -> None:
-        if chance.random() < DEATHS:
+        if chance.random() < (DEATHS_AFTER_SEND if where == "after send" else DEATHS):
             note_death(file, where)
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -76,7 +78,7 @@ def die_at_random_steps(chance: random.Random, file: str) -> None:
         wrap(step)
 
 
-def produce(name: str, orders: int, threads: int, seconds: float) -> None:
+def produce(name: str, threads: int, orders: int, seconds: float) -> None:
     from forq.contrib.django import outbox
 
     # So that processes send their own jobs again soon after an outage.
@@ -135,14 +137,9 @@ def deliver_until_killed(file: str) -> None:
 
 
 def deliver_for_ever(file: str) -> None:
-    """The parent opens no connection, so its children share none."""
     chance = random.Random()
     while True:
-        child = os.fork()
-        if child == 0:
-            # Dies with its parent.
-            ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-            deliver_until_killed(file)
+        child = fork(lambda: deliver_until_killed(file))
         ends = time.monotonic() + chance.uniform(0, LIFE_SECONDS)
         while os.waitpid(child, os.WNOHANG) == (0, 0):
             if time.monotonic() > ends:
@@ -153,13 +150,28 @@ def deliver_for_ever(file: str) -> None:
             time.sleep(0.01)
 
 
-def main(mode: str, *arguments: str) -> None:
+def fork(run: Callable[[], None]) -> int:
+    """The pid of a process that runs this, and dies with its parent. The parent has opened no connection."""
+    child = os.fork()
+    if child == 0:
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        run()
+        os._exit(0)
+    return child
+
+
+def main(mode: str, processes: str, *arguments: str) -> None:
     django.setup()
-    if mode == "produce":
-        name, orders, threads, seconds = arguments
-        produce(name, int(orders), int(threads), float(seconds))
-    else:
-        deliver_for_ever(*arguments)
+    children = []
+    for number in range(int(processes)):
+        if mode == "produce":
+            threads, orders, seconds = arguments
+            name, share = f"p{number}", int(orders) // int(processes)
+            children.append(fork(partial(produce, name, int(threads), share, float(seconds))))
+        else:
+            children.append(fork(partial(deliver_for_ever, *arguments)))
+    statuses = [os.waitpid(child, 0)[1] for child in children]
+    sys.exit(any(statuses))
 
 
 if __name__ == "__main__":
