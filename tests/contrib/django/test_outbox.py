@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -22,6 +23,7 @@ from forq.contrib.django.outbox import (
     outbox_status,
     send_again,
 )
+from forq.contrib.django.outbox_delivery import Delivery
 from forq.contrib.django.project import make_app, project_app
 from forq.contrib.django.refs import NotSent
 from forq.contrib.django.tasks import TASK_NAME
@@ -315,16 +317,54 @@ def test_the_task_delivers_every_database(mails: str) -> None:
         ref = order(mails)
     task = project_app().tasks[TASK_NAME]
     assert task.queue == "outbox"
-    task.function()
+    asyncio.run(task.function())
     assert waiting_ids() == [ref.id]
     schedules = project_app().definitions()["schedules"]
     assert schedules["outbox"][TASK_NAME]["every"] == "5s"
 
 
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_hooks_of_either_kind_do_not_disturb_the_task(mails: str, kind: str) -> None:
+    def around(job: forq.Job) -> Iterator[None]:
+        with transaction.atomic(using=mails):
+            yield
+
+    async def async_around(job: forq.Job) -> AsyncIterator[None]:
+        raise AssertionError
+        yield
+
+    with failing_sends(DOWN):
+        ref = order(mails)
+    app = make_app({"NAME": "shop", "OUTBOX": {}})
+    app.around(around if kind == "sync" else async_around)
+    job = forq.Job("outbox", "j1", "j1", TASK_NAME, 5, 1_700_000_000.0, 1)
+    asyncio.run(app.tasks[TASK_NAME].run_job({}, job))
+    assert waiting_ids() == [ref.id]
+
+
+def test_large_jobs_are_delivered_in_smaller_rounds(mails: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.support.django_project.orders.tasks import send_receipt
+
+    rounds: list[int] = []
+    mark = Delivery.mark
+
+    def counted(self: Delivery, keys: dict[str, list[str]], **how: Any) -> None:
+        rounds.append(len(keys["mails"]))
+        mark(self, keys, **how)
+
+    sender = send_receipt.using(outbox=mails)
+    with failing_sends(DOWN):
+        project_app().enqueue_many(sender.prepare("x" * size) for size in (1000, 1000, 1000, 5000, 10))
+    monkeypatch.setattr("forq.contrib.django.outbox.BATCH_BYTES", 2500)
+    monkeypatch.setattr(Delivery, "mark", counted)
+    assert deliver(mails) == Delivered(sent=5)
+    assert rounds == [2, 1, 1, 1]
+
+
 def test_the_task_reports_an_outage_and_does_not_fail(mails: str, caplog: pytest.LogCaptureFixture) -> None:
     with failing_sends(DOWN):
         order(mails)
-        project_app().tasks[TASK_NAME].function()
+        asyncio.run(project_app().tasks[TASK_NAME].function())
     assert f"the outbox of database {mails} is not delivered now: cannot reach Redis" in caplog.text
 
 

@@ -130,6 +130,18 @@ def test_each_order_gets_its_job_exactly_once(tmp_path: Path, engine: str) -> No
             print(f"  {where}: {count}")
 
 
+def test_a_supervisor_delivers_what_processes_left_behind(tmp_path: Path) -> None:
+    with place(tmp_path, "sqlite") as here:
+        here.environment["DJANGO_TEST_EVERY"] = "1s"
+        here.server.stop()
+        assert here.start(PROGRAMS, "produce", "1", "1", "3", "0").wait(60) == 0, here.log
+        assert here.query("SELECT count(*) FROM forq_outbox") == [(3,)]
+        here.server.start()
+        with supervisor(here) as forq:
+            wait_until(lambda: len(here.query("SELECT number FROM orders_receipt")) == 3, what=f"jobs ran: {forq.log}")
+        assert here.query("SELECT count(*) FROM forq_outbox") == [(0,)]
+
+
 def disturb(here: Place, producers: "subprocess.Popen[bytes]", chance: random.Random) -> tuple[int, int]:
     """Outages of Redis until the producers have ended. Returns their number, and how many rows waited at most."""
     outages = most = 0

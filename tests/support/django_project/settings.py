@@ -58,4 +58,8 @@ else:
         }
     }
 
-FORQ = {"NAME": "shop", "QUEUES": {"mails": {"concurrency": 2}}, "OUTBOX": {}}
+FORQ = {
+    "NAME": "shop",
+    "QUEUES": {"mails": {"concurrency": 2}},
+    "OUTBOX": {"EVERY": os.environ.get("DJANGO_TEST_EVERY", "5s")},
+}

@@ -8,7 +8,7 @@
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from django.db import Error as DatabaseProblem
 from django.db import OperationalError, ProgrammingError, connections, transaction
 from django.db.models import Count, Min, Q
+from django.db.models.functions import Length
 from django.utils import timezone
 
 from forq.app.tasks import JobRef, Prepared
@@ -34,8 +35,11 @@ __all__ = ["Delivered", "OutboxStatus", "deliver", "discard", "outbox_status", "
 
 log = logging.getLogger("forq.outbox")
 
-# Rows per round of `deliver`.
+# Rows per round of `deliver`, and bytes of their data.
 BATCH_ROWS = 500
+BATCH_BYTES = 16 << 20
+# Rows per INSERT.
+INSERT_ROWS = 100
 # After Redis did not answer, transactions of this process leave their rows to the deliverer for this long.
 PAUSE_SECONDS = 5.0
 
@@ -63,7 +67,7 @@ class Outbox:
         attempt = _of_transaction(self._alias) or _Attempt(self)
         rows = [self._row(OutboxEntry, job, attempt) for job in jobs]
         try:
-            OutboxEntry.objects.using(self._alias).bulk_create(rows, batch_size=BATCH_ROWS)
+            OutboxEntry.objects.using(self._alias).bulk_create(rows, batch_size=INSERT_ROWS)
         except (ProgrammingError, OperationalError) as exc:
             if "forq_outbox" in str(exc):
                 raise UsageError(
@@ -231,11 +235,17 @@ def _of_transaction(alias: str) -> _Attempt | None:
     return None
 
 
-def deliver(alias: str = "default", *, seconds: float | None = None, batch: int = BATCH_ROWS) -> Delivered:
+def deliver(
+    alias: str = "default",
+    *,
+    seconds: float | None = None,
+    batch: int = BATCH_ROWS,
+    stop: threading.Event | None = None,
+) -> Delivered:
     """Sends the rows of the outbox of a database, in the order of their insertion, once through the table.
 
-    Several processes may call it at the same time. `seconds`: no round of `batch` rows begins later. RedisUnavailable
-    if Redis cannot be reached: nothing is lost.
+    Several processes may call it at the same time. `seconds`: no round of `batch` rows begins later, nor after
+    `stop` is set. RedisUnavailable if Redis cannot be reached: nothing is lost.
     """
     from forq.contrib.django.outbox_model import OutboxEntry
     from forq.contrib.django.project import project_app
@@ -244,17 +254,29 @@ def deliver(alias: str = "default", *, seconds: float | None = None, batch: int 
     app.outbox(alias)
     total, after = Delivered(), 0
     deadline = None if seconds is None else time.monotonic() + seconds
-    while deadline is None or time.monotonic() < deadline:
+    while (deadline is None or time.monotonic() < deadline) and not (stop is not None and stop.is_set()):
         waiting = OutboxEntry.objects.using(alias).filter(state=OutboxEntry.WAITING, pk__gt=after)
         first = waiting.exclude(queue__in=list(total.stuck)).order_by("pk")[:batch]
-        rows = list(first.values_list("pk", "key", "queue"))
+        rows = _of_one_round(first.annotate(size=Length("body")).values_list("pk", "key", "queue", "size"))
         if not rows:
             break
         after = rows[-1][0]
         delivery = Delivery(app, alias, app.client)
         delivery.delivered = total
-        delivery.deliver((key, queue) for _, key, queue in rows)
+        delivery.deliver((key, queue) for _, key, queue, _ in rows)
     return total
+
+
+def _of_one_round(rows: Iterable[tuple[int, str, str, int]]) -> list[tuple[int, str, str, int]]:
+    """The first rows whose data is not more than BATCH_BYTES, but at least one."""
+    chosen: list[tuple[int, str, str, int]] = []
+    size = 0
+    for row in rows:
+        size += row[3]
+        if chosen and size > BATCH_BYTES:
+            break
+        chosen.append(row)
+    return chosen
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from django.apps import apps
@@ -13,8 +14,9 @@ from forq.app.app import App
 from forq.app.tasks import JobOptions, JobRef, Prepared, Sender, Task
 from forq.contrib.django.connections import ConnectionsAround
 from forq.contrib.django.outbox_settings import OutboxSettings, read_outbox_settings
-from forq.contrib.django.tasks import add_deliverer
+from forq.contrib.django.tasks import TASK_NAME, add_deliverer
 from forq.errors import ForqError, UsageError
+from forq.job import Job
 from forq.settings import suggestion
 from forq.values import shown
 
@@ -60,6 +62,10 @@ class DjangoApp(App):
         from forq.contrib.django.senders import enqueue_many
 
         return enqueue_many(self, jobs)
+
+    def async_hooks_around(self, job: Job) -> AbstractAsyncContextManager[object]:
+        # deliver_outbox says why.
+        return nullcontext() if job.type == TASK_NAME else super().async_hooks_around(job)
 
     def outbox(self, alias: str) -> "Outbox":
         """The outbox of this database. UsageError if FORQ["OUTBOX"] does not name it: no task would deliver it."""
