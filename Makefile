@@ -160,6 +160,10 @@ fire: tools ## 50,000 dispatches of 100 ids and 10,000 permanent failures while 
 deploys: tools ## 20 restarts, three of them with broken code, while 500 jobs a second arrive: none is interrupted, lost or delayed
 	FORQ_TEST_DEPLOYS=20 FORQ_TEST_PER_SECOND=500 $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_deploys.py
 
+outbox: tools ## 1,000 orders of a Django project while Redis is restarted and deliverers are killed at every step: each gets its job exactly once (SEED=n)
+	FORQ_TEST_ORDERS=1000 FORQ_TEST_SECONDS=60 FORQ_TEST_SEED=$(or $(SEED),0) \
+	  $(BIN)/pytest -s --timeout 900 tests/contrib/django/test_outbox_outages.py
+
 releases: tools ## 1,000 awaiters, 20,000 releases while processes are killed, 10,000 items that expire (SEED=n)
 	FORQ_TEST_AWAITED=1000 FORQ_TEST_RELEASES=20000 FORQ_TEST_AGING=10000 FORQ_TEST_LATE=0.2 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_releases.py

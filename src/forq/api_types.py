@@ -16,7 +16,8 @@ CatchUp = Literal["once", "all", "none"]
 State = Literal["waiting", "scheduled", "active", "blocked", "retry", "done", "dead"]
 JobState = Literal["waiting", "scheduled", "active", "retry", "done", "dead"]
 RemoteControl = Literal["off", "read", "full"]
-RefState = Literal["waiting", "scheduled", "active", "retry", "done", "dead", "gone"]
+# "undelivered": in the outbox of a Django project.
+RefState = Literal["waiting", "scheduled", "active", "retry", "done", "dead", "gone", "undelivered"]
 
 
 class WorkQueueOptions(TypedDict, total=False):

@@ -215,6 +215,12 @@ class QueueFull(ForqError):
     code = "queue_full"
 
 
+class TooLate(ForqError):
+    """A call that could be repeated until a certain time came later, or its queue was deleted; nothing was stored."""
+
+    code = "too_late"
+
+
 class QueueNotEmpty(ForqError):
     """The queue still holds jobs; deleting them needs force."""
 

@@ -56,7 +56,7 @@ RUN_BLOCKS = (
 )
 # The first needs Spark; test_testing_guide.py, tests/end_to_end/test_fastapi.py, tests/contrib and tests/examples run the
 # others.
-_PAGES_NOT_RUN = ("pipeline", "fastapi", "flask", "sentry", "testing")
+_PAGES_NOT_RUN = ("pipeline", "fastapi", "flask", "sentry", "testing", "django-outbox")
 NOT_RUN = [block for page in _PAGES_NOT_RUN for block in examples(f"docs/guide/{page}.md")]
 
 

@@ -12,7 +12,7 @@ from forq.api_types import OwnOptions
 from forq.broker.keys import DEFAULT_PRIORITY, durable_mark, queue_base
 from forq.broker.link import Link
 from forq.broker.record import NO_NAMES, join_body, pack_body
-from forq.broker.scripts import OK, error_for, script
+from forq.broker.scripts import NO_QUEUE, OK, error_for, script
 from forq.errors import ForqError, InvalidData, NoReplica, OutcomeUnknown, UsageError
 from forq.job import TraceContext, current_trace, new_id
 from forq.job_options import pack_job_options
@@ -151,13 +151,34 @@ def _milliseconds(seconds: object, name: str, given: object) -> int:
     return -(-round(seconds * 1_000_000) // 1000)
 
 
+class TokenTerms(NamedTuple):
+    """How long a queue would remember a token that is stored now. Times in ms, by the server's clock."""
+
+    epoch: str
+    now_ms: int
+    dedup_ttl_ms: int
+
+
+class Repeatable(NamedTuple):
+    """Limits of a call whose jobs all have tokens, so that it can be repeated without storing a job twice.
+
+    The server refuses the call (TooLate) after `until_ms` and in another epoch of the queue, however late it arrives;
+    and it remembers the tokens beyond `keep_until_ms`, whatever dedup_ttl is.
+    """
+
+    epoch: str
+    until_ms: int
+    keep_until_ms: int
+
+
 class Update(NamedTuple):
-    """What happens to a job whose id is already in the queue."""
+    """What happens to a job whose id is already in the queue; and until when the call may be repeated."""
 
     if_exists: str = "update"
     update_data: bool = True
     update_run_at: bool | str = True
     reset_counts: bool | None = None
+    repeatable: Repeatable | None = None
 
     def policy(self) -> str:
         """The policy as enqueue.lua reads it."""
@@ -169,7 +190,11 @@ class Update(NamedTuple):
             )
         run_at = self.update_run_at if isinstance(self.update_run_at, str) else str(self.update_run_at).lower()
         reset = self.update_data if self.reset_counts is None else self.reset_counts
-        return f"{self.if_exists} {self.update_data:d} {run_at} {reset:d}"
+        policy = f"{self.if_exists} {self.update_data:d} {run_at} {reset:d}"
+        if self.repeatable is None:
+            return policy
+        epoch, until_ms, keep_until_ms = self.repeatable
+        return f"{policy} {until_ms} {keep_until_ms} {epoch}"
 
 
 DEFAULT_UPDATE = Update()
@@ -224,6 +249,15 @@ class Producer:
         for number, stored_id in _read_stored(reply):
             found[number - 1] = (stored_id, None)
         return found
+
+    def token_terms(self) -> TokenTerms:
+        """What a call that may be repeated needs to know. UnknownQueue if there is no queue."""
+        (epoch, dedup_ttl_ms), (seconds, micros) = self.link.pipeline(
+            [("HMGET", f"{self._base}:options", "epoch", "dedup_ttl_ms"), ("TIME",)], at=self._base
+        )
+        if epoch is None:
+            raise error_for(self.name, [NO_QUEUE])
+        return TokenTerms(epoch.decode(), int(seconds) * 1000 + int(micros) // 1000, int(dedup_ttl_ms or 0))
 
     def _enqueue(self, jobs: list[NewJob], update: Update, durable: str | None) -> list[Any]:
         policy = _DEFAULT_POLICY if update is DEFAULT_UPDATE else update.policy()

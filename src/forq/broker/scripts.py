@@ -26,6 +26,7 @@ from forq.errors import (
     QueueExists,
     QueueFull,
     QueueNotEmpty,
+    TooLate,
     TooManyQueues,
     TooManySchedules,
     UnknownQueue,
@@ -55,6 +56,7 @@ LAPSED = -12
 STALE = -13
 CHANGED = -14
 NOT_IN_MODE = -15
+LATE = -16
 OTHER_OPTION = -20
 BROKEN = -30
 NO_SCHEDULE = -40
@@ -174,6 +176,8 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
             f"queue {queue!r} is of mode {detail[0]}: timeout, max_retries, backoff, expires_in and keep_done of one "
             "job need a queue of mode work; nothing was stored"
         )
+    if code == LATE:
+        return TooLate(f"the time to repeat an enqueue to queue {queue!r} is over, or the queue was deleted meanwhile")
     if code == LAPSED:
         return LeaseLapsed(f"the item of queue {queue!r} was not acknowledged in time: it is waiting again")
     if code == BROKEN:

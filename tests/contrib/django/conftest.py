@@ -6,8 +6,12 @@ import tempfile
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from tests.support.drive.postgres import Postgres
 
 if find_spec("django") is None:
     collect_ignore_glob = ["test_*.py"]
@@ -51,3 +55,25 @@ def project(_django: None, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> I
 def project_environment(_django: None, project: None, redis_url: str) -> dict[str, str]:
     """The environment of another process that uses the same project, database and server."""
     return {**os.environ, "PYTHONPATH": str(Path(__file__).parents[3]), "FORQ_REDIS": redis_url}
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator["Postgres"]:
+    from tests.support.drive.postgres import Postgres
+
+    with Postgres() as server:
+        yield server
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def alias(request: pytest.FixtureRequest, project: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The alias of a database with an outbox: SQLite, and PostgreSQL."""
+    if request.param == "sqlite":
+        yield "default"
+        return
+    from tests.support.drive.django_databases import database
+
+    server: Postgres = request.getfixturevalue("postgres")
+    config = {"ENGINE": "django.db.backends.postgresql", "HOST": server.host, "NAME": "postgres", "USER": "postgres"}
+    with database("postgres", config, monkeypatch) as added:
+        yield added

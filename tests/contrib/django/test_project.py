@@ -9,7 +9,7 @@ from forq.contrib.django.project import discover_tasks, make_app, project_app
 def test_tasks_of_installed_apps_are_found_and_named_after_their_app(project: None) -> None:
     discover_tasks()
     tasks = project_app().tasks
-    assert sorted(tasks) == ["orders.count_receipts", "orders.send_receipt"]
+    assert sorted(tasks) == ["forq.deliver_outbox", "orders.count_receipts", "orders.send_receipt"]
     assert (tasks["orders.send_receipt"].queue, tasks["orders.count_receipts"].queue) == ("mails", "shop")
 
 

@@ -49,6 +49,17 @@ if os.environ.get("DJANGO_TEST_POSTGRES"):
         }
     }
 else:
-    DATABASES = {"default": {"ENGINE": "django.db.backends.sqlite3", "NAME": os.path.join(_folder, "database.sqlite3")}}
+    DATABASES = {
+        "default": {
+            "ENGINE": "django.db.backends.sqlite3",
+            "NAME": os.path.join(_folder, "database.sqlite3"),
+            # Several processes write.
+            "OPTIONS": {"timeout": 20},
+        }
+    }
 
-FORQ = {"NAME": "shop", "QUEUES": {"mails": {"concurrency": 2}}}
+FORQ = {
+    "NAME": "shop",
+    "QUEUES": {"mails": {"concurrency": 2}},
+    "OUTBOX": {"EVERY": os.environ.get("DJANGO_TEST_EVERY", "5s")},
+}

@@ -109,6 +109,8 @@ end
 
 -- First job in ARGV, and values per job.
 local FIRST, WIDTH = 3, 3
+-- Tokens of repeatable calls are kept this much longer than needed: the server's clock may be set back.
+local KEEP_MARGIN_MS = 300000
 
 -- The common call: one new job that may run at once. HSETNX both checks and stores.
 local function store_single(count, max_items, max_data, stored_at)
@@ -129,12 +131,15 @@ end
 -- KEYS[1]  the queue's base
 -- ARGV     protocol, policy, then per job: id, head, body. Each argument costs time, so:
 --          policy: what to do with a known id ('update' | 'skip' | 'refuse' | 'leave'), update_data ('1' | '0'),
---          update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), separated by spaces
+--          update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), separated by spaces;
+--          then, for jobs with tokens that may be sent again: [' ' UNTIL ' ' KEEP_UNTIL ' ' EPOCH]. The call is refused
+--          after UNTIL (ms) and in another epoch; its tokens are kept beyond KEEP_UNTIL (ms), whatever dedup_ttl is
 --          head: PRIORITY, or PRIORITY ' ' RUN_AT ' ' TOKEN [' ' OPTIONS]; RUN_AT (ms; '+ms' from now) and TOKEN may be
 --          empty; OPTIONS: the job's own (records.lua), with 'x=' followed by ms
 -- Returns  {OK, mark, index, id, index, id ...}: the jobs (from 1) whose token is known, with the stored id, and those
 --          left out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index};
---          {TOO_LARGE, index, max_data}; {NOT_IN_MODE, mode} for options in another mode than work
+--          {TOO_LARGE, index, max_data}; {NOT_IN_MODE, mode} for options in another mode than work; {LATE}: after UNTIL,
+--          or in another epoch
 --          mark: EPOCH ' ' FENCE ' ' ENQUEUED_US, followed by ' ' INDEX ':' ENQUEUED_US for each job that was updated,
 --          and ' ' INDEX ':' ENQUEUED_US ':' AHEAD_US for each blocked one: its time and that of the active job. The
 --          times identify the jobs of this call (records.is_meant). Later claims have a higher fence
@@ -153,7 +158,13 @@ function verbs.enqueue()
 
   if store_single(count, max_items, max_data, stored_at) then return { OK, mark } end
 
-  local if_exists, update_data, update_run_at, reset = string.match(ARGV[2], '^(%l+) (%d) ([%l_]+) (%d)$')
+  local if_exists, update_data, update_run_at, reset, terms = string.match(ARGV[2], '^(%l+) (%d) ([%l_]+) (%d) ?(.*)$')
+  if terms ~= '' then
+    local last_ms, keep_until_ms, of_epoch = string.match(terms, '^(%d+) (%d+) (%S+)$')
+    -- A late repeat would find its token forgotten, and store the job again.
+    if of_epoch ~= epoch or now_ms > tonumber(last_ms) then return { LATE } end
+    dedup_ttl_ms = math.max(dedup_ttl_ms, tonumber(keep_until_ms) - now_ms + KEEP_MARGIN_MS)
+  end
 
   local function token_key(token)
     return key_of('token', epoch .. ':' .. token)

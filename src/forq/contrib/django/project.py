@@ -2,8 +2,9 @@
 
 import sys
 import threading
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractAsyncContextManager, nullcontext
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from django.apps import apps
 from django.conf import settings
@@ -12,10 +13,20 @@ from django.utils.module_loading import autodiscover_modules
 
 from forq.app.app import App
 from forq.app.declarations import declare_queue
+from forq.app.tasks import JobOptions, JobRef, Prepared, Sender, Task
 from forq.contrib.django.connections import ConnectionsAround
-from forq.errors import ForqError
+from forq.contrib.django.outbox_settings import OutboxSettings, read_outbox_settings
+from forq.contrib.django.tasks import TASK_NAME, add_deliverer
+from forq.errors import ForqError, UsageError
+from forq.job import Job
 from forq.settings import suggestion
 from forq.values import check_queue_name, shown
+
+if TYPE_CHECKING:
+    from forq.contrib.django.outbox import Outbox
+
+P = ParamSpec("P")
+T = TypeVar("T", covariant=True)
 
 # Of the app, and of the queue of its tasks. Django's tasks have the same default.
 DEFAULT_NAME = "default"
@@ -24,7 +35,7 @@ WORKER_PATH = "forq.contrib.django.worker:app"
 
 # Keys of FORQ, and the arguments of App that they set.
 _ARGUMENTS = {"URL": "url", "PREFIX": "prefix", "TIMEOUT": "timeout", "CONNECT_TIMEOUT": "connect_timeout"}
-_KEYS = ("NAME", *_ARGUMENTS, "QUEUES")
+_KEYS = ("NAME", *_ARGUMENTS, "QUEUES", "OUTBOX")
 
 
 class DjangoApp(App):
@@ -34,6 +45,9 @@ class DjangoApp(App):
         super().__init__(name, **arguments)
         self._hooks.add_first(ConnectionsAround)
         self._has_hooks = True
+        # None: no database has an outbox.
+        self.outbox_settings: OutboxSettings | None = None
+        self._outboxes: dict[str, Outbox] = {}
 
     def _default_name(self, function: Callable[..., Any]) -> str:
         """`app_label.function`; the plain name outside of installed apps."""
@@ -45,6 +59,37 @@ class DjangoApp(App):
         """Declares a queue unless a task or `queue` has it. `place`: of its name, for messages."""
         if name not in self.queue_names():
             self._declared_queues[name] = declare_queue(check_queue_name(name), {}, self.name, place)
+
+    def _sender(self, task: Task[P, T], queue: str, options: JobOptions) -> Sender[P, T]:
+        from forq.contrib.django.senders import sender_for
+
+        return sender_for(self, task, queue, options)
+
+    def enqueue_many(self, jobs: Iterable[Prepared[T]]) -> list[JobRef[T]]:
+        from forq.contrib.django.senders import enqueue_many
+
+        return enqueue_many(self, jobs)
+
+    def async_hooks_around(self, job: Job) -> AbstractAsyncContextManager[object]:
+        # deliver_outbox says why.
+        return nullcontext() if job.type == TASK_NAME else super().async_hooks_around(job)
+
+    def outbox(self, alias: str) -> "Outbox":
+        """The outbox of this database. UsageError if FORQ["OUTBOX"] does not name it: no task would deliver it."""
+        found = self._outboxes.get(alias)
+        if found is None:
+            databases = () if self.outbox_settings is None else self.outbox_settings.databases
+            if alias not in databases:
+                wanted = "{}" if alias == "default" else f"{{'DATABASES': {[*databases, alias]}}}"
+                raise UsageError(
+                    f"database {shown(alias)} has no outbox: set FORQ = {{..., 'OUTBOX': {wanted}}}, and run: "
+                    f"manage.py migrate forq --database {alias}"
+                )
+            from forq.contrib.django.outbox import Outbox
+
+            assert self.outbox_settings is not None
+            found = self._outboxes.setdefault(alias, Outbox(self, alias, self.outbox_settings.timeout_seconds))
+        return found
 
     def _create_command(self) -> str:
         return f"forq app {WORKER_PATH} --create"
@@ -82,6 +127,9 @@ def make_app(given: Mapping[str, Any]) -> DjangoApp:
             )
         for name, options in queues.items():
             app.queue(name, **options)
+        if "OUTBOX" in given:
+            app.outbox_settings = read_outbox_settings(given["OUTBOX"])
+            add_deliverer(app, app.outbox_settings)
     except ForqError as exc:
         raise ImproperlyConfigured(f"FORQ: {exc}") from exc
     return app
