@@ -10,8 +10,10 @@ from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import autodiscover_modules
 
 from forq.app.app import App
+from forq.app.hooks import Hooks
 from forq.contrib.django.connections import ConnectionsAround
 from forq.errors import ForqError
+from forq.job import Job
 from forq.settings import suggestion
 from forq.values import shown
 
@@ -38,6 +40,11 @@ class DjangoApp(App):
         name = super()._default_name(function)
         found = apps.get_containing_app_config(getattr(function, "__module__", None) or "")
         return name if found is None else f"{found.label}.{name}"
+
+    def around_fail_handler(self, handler: Callable[[Any, Job], Any], name: str) -> Callable[[Any, Job], Any]:
+        around = Hooks(self.name)
+        around.add_first(ConnectionsAround)
+        return around.around_handler(handler, name)
 
     def _create_command(self) -> str:
         return f"forq app {WORKER_PATH} --create"

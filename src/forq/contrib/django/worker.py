@@ -7,9 +7,9 @@ import django
 
 django.setup()
 
-from forq.contrib.django.connections import check_connections_before_use  # noqa: E402
+from forq.contrib.django.connections import prepare_worker  # noqa: E402
 from forq.contrib.django.project import discover_tasks, project_app  # noqa: E402
 
-check_connections_before_use()
+prepare_worker()
 discover_tasks()
 app = project_app()
