@@ -6,6 +6,7 @@ from typing import Any
 
 from django.apps import apps
 from django.conf import settings
+from django.core.checks import register
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import autodiscover_modules
 
@@ -17,6 +18,8 @@ from forq.job import Job
 from forq.settings import suggestion
 from forq.values import shown
 
+# As in INSTALLED_APPS.
+PACKAGE = "forq.contrib.django"
 # Of the app, and of the queue of its tasks. Django's tasks have the same default.
 DEFAULT_NAME = "default"
 # The path of the app with all tasks, for `forq run --app`.
@@ -59,8 +62,17 @@ def project_app() -> DjangoApp:
     global _app
     if _app is None:
         with _lock:
-            _app = _app or make_app(getattr(settings, "FORQ", {}))
+            if _app is None:
+                _check_installed()
+                _app = make_app(getattr(settings, "FORQ", {}))
     return _app
+
+
+def _check_installed() -> None:
+    """Without its entry in INSTALLED_APPS the package registers no checks; this one has to be."""
+    from forq.contrib.django.checks import check_installed
+
+    register(check_installed)
 
 
 def make_app(given: Mapping[str, Any]) -> DjangoApp:
