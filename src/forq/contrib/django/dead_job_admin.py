@@ -178,8 +178,8 @@ def _report(request: HttpRequest, verb: Verb, changed: Changed) -> None:
     failed = changed.refused | changed.unknown
     if failed:
         texts = [f"{reference}: {reason}" for reference, reason in list(failed.items())[:SHOWN_REFUSED]]
-        more = f" And {len(failed) - SHOWN_REFUSED} more." if len(failed) > SHOWN_REFUSED else ""
-        messages.error(request, f"Could not {verb} {len(failed)}: {' '.join(texts)}{more}")
+        more = f"; and {len(failed) - SHOWN_REFUSED} more" if len(failed) > SHOWN_REFUSED else ""
+        messages.error(request, f"Could not {verb} {len(failed)}: {'; '.join(texts)}{more}")
 
 
 def _shown(job: Mapping[str, Any]) -> dict[str, Any]:

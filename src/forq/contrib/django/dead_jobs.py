@@ -60,7 +60,7 @@ class DeadRow:
     @property
     def attempts(self) -> str:
         count = self.brief["attempts"]
-        return f"{count} or more" if count >= KEPT_ATTEMPTS else str(count)
+        return f"{count}+" if count >= KEPT_ATTEMPTS else str(count)
 
 
 @dataclass
