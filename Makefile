@@ -147,6 +147,13 @@ redis-py-old: tools ## connection and end-to-end smoke tests on redis-py 6.4, th
 	@$(OLD_CLIENT)/bin/python -m pip uninstall --quiet --yes hiredis
 	$(OLD_CLIENT)/bin/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal $(REDIS_PY_TESTS)
 
+OLD_DJANGO := $(VENV)/django-4.2
+
+django-old: tools ## the tests of forq.contrib.django on Django 4.2, the oldest supported version
+	@test -x $(OLD_DJANGO)/bin/pytest || { $(PYTHON) -m venv $(OLD_DJANGO) && \
+	  $(OLD_DJANGO)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 'django==4.2.*'; }
+	$(OLD_DJANGO)/bin/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal tests/contrib/django tests/examples
+
 mutants: tools ## remove each guard of the Lua library in turn: some test must fail
 	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py
 

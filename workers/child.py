@@ -118,7 +118,7 @@ class Application:
         """Imports the handlers and enters the lifespans. Raises ConfigError."""
         inherited = (self._settings.context.tree_lock_fd,)
         self.handlers = load_handlers(self._settings.spec, inherited)
-        self.fail_handler = load_fail_handler(self._settings.spec, inherited)
+        self.fail_handler = load_fail_handler(self._settings.spec, self.handlers.apps, inherited)
         if found := [each for app in self.handlers.apps for each in app.lifespans]:
             lifespans = Lifespans(found, self.event_loop, self._give_up)
             lifespans.enter()

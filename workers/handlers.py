@@ -90,6 +90,8 @@ class Handlers:
 def load_handlers(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers:
     """Loads every handler of the queue. Raises ConfigError. `keep_fds`: descriptors that programs inherit."""
     _add_to_path(spec.path)
+    # First: its import may prepare that of the handlers, as django.setup() does.
+    app = None if spec.app is None else load_app(spec.app, spec.path)
     by_type: dict[str | None, Handler] = {}
     if spec.handler is not None:
         by_type[None] = _load(spec.handler, spec, keep_fds)
@@ -97,7 +99,7 @@ def load_handlers(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers:
         _prepare_app(by_type[None], spec)
     for job_type, path in spec.handlers.items():
         by_type[job_type] = _load(path, spec, keep_fds)
-    return Handlers(by_type) if spec.app is None else _with_app(by_type, spec.app, spec.path)
+    return Handlers(by_type) if app is None else _with_app(by_type, app, str(spec.app))
 
 
 def _is_async(handler: Any) -> bool:
@@ -109,9 +111,8 @@ def is_app(handler: object) -> bool:
     return getattr(type(handler), "runs_all_types", False) is True
 
 
-def _with_app(by_type: Mapping[str | None, Handler], path: str, directories: Sequence[str]) -> Handlers:
+def _with_app(by_type: Mapping[str | None, Handler], app: Any, path: str) -> Handlers:
     """Plain handlers of a queue with `app`: the app's hooks run around them. Programs have none."""
-    app = load_app(path, directories)
 
     def wrapped(handler: Handler) -> Handler:
         return handler if is_app(handler) or isinstance(handler, ExecHandler) else app.around_handler(handler, path)
@@ -167,9 +168,15 @@ def load_app(path: str, directories: Sequence[str]) -> Any:
     return app
 
 
-def load_fail_handler(spec: QueueSpec, keep_fds: Sequence[int] = ()) -> Handlers | None:
-    """The queue's fail handler, if it has one. Call load_handlers first: it sets sys.path."""
-    return None if spec.fail_handler is None else Handlers({None: _load(spec.fail_handler, spec, keep_fds)})
+def load_fail_handler(spec: QueueSpec, apps: Sequence[Any] = (), keep_fds: Sequence[int] = ()) -> Handlers | None:
+    """The queue's fail handler, if it has one. Call load_handlers first: it sets sys.path. `apps`: of the queue."""
+    if spec.fail_handler is None:
+        return None
+    handler = _load(spec.fail_handler, spec, keep_fds)
+    if not is_app(handler) and not isinstance(handler, ExecHandler | ExecOnceHandler):
+        for app in apps:
+            handler = app.around_fail_handler(handler, spec.fail_handler)
+    return Handlers({None: handler})
 
 
 def _load(handler: str, spec: QueueSpec, keep_fds: Sequence[int]) -> Handler:

@@ -149,12 +149,15 @@ class JobBrief(TypedDict):
 
 
 class DeadBrief(TypedDict):
-    """A dead job of a page. `error`: the name of its exception. `died_at`: epoch seconds."""
+    """A dead job of a page. `error`: the name of its exception. `died_at`: epoch seconds. `attempts`: those that are
+    kept, at most 10."""
 
     id: str
     fence: int
     identifier: str
+    type: str | None
     died_at: float
+    attempts: int
     error: str | None
     message: str | None
 

@@ -383,7 +383,7 @@ class Queue:
         return self._inspector().jobs(state, limit, after)
 
     def dead(self, limit: int = 100, after: str | None = None) -> DeadPage:
-        """A page of dead jobs (id, fence, identifier, died_at, error, message), the newest first."""
+        """A page of dead jobs (id, fence, identifier, type, died_at, attempts, error, message), the newest first."""
         return self._dead().page(limit, after)
 
     @overload

@@ -47,7 +47,9 @@ def test_pages_list_the_newest_first_and_continue_where_the_last_ended(queue: On
         "id": "j4",
         "fence": 4,
         "identifier": "name 4",
+        "type": None,
         "died_at": 1.004,
+        "attempts": 2,
         "error": "ValueError",
         "message": "no",
     }

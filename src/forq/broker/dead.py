@@ -28,7 +28,8 @@ _CHUNK_CURSOR = re.compile(r"([0-9]{1,16})/([0-9]{1,12})")
 
 @dataclass(frozen=True, slots=True)
 class DeadPage:
-    """Dead jobs as {"id", "fence", "identifier", "died_at", "error", "message"}; `next` is the next page's cursor."""
+    """Dead jobs as {"id", "fence", "identifier", "type", "died_at", "attempts", "error", "message"}; `next` is the next
+    page's cursor."""
 
     jobs: list[DeadBrief]
     next: str | None
@@ -289,17 +290,20 @@ def _check_reference(reference: object) -> str:
 
 def _brief(member: str, died_ms: int, packed: bytes | None) -> DeadBrief:
     job_id = member.rpartition("@")[0]
-    record, error, _ = read_dead(packed or b"")
+    packed_record, error, attempts = read_dead(packed or b"")
     try:
-        identifier = unpack(record).identifier
+        record = unpack(packed_record)
+        identifier, job_type = record.identifier, record.type
     except InvalidData:
-        identifier = None
+        identifier = job_type = None
     known = error if isinstance(error, dict) else {"message": error}
     return {
         "id": job_id,
         "fence": _fence_of(member),
         "identifier": identifier or job_id,
+        "type": job_type,
         "died_at": died_ms / 1000,
+        "attempts": len(attempts),
         "error": known.get("name"),
         "message": known.get("message"),
     }

@@ -1,6 +1,7 @@
 """One Django project per test session (tests/support/django_project), with a migrated SQLite database."""
 
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -17,6 +18,12 @@ if find_spec("django") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
     os.environ["DJANGO_SETTINGS_MODULE"] = "tests.support.django_project.settings"
+    # Set here: the import of a test module may already read the settings. Each process of pytest-xdist has its own.
+    os.environ["DJANGO_TEST_FOLDER"] = tempfile.mkdtemp(prefix="forq-django-")
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(os.environ.get("DJANGO_TEST_FOLDER", ""), ignore_errors=True)
 
 
 @pytest.fixture(scope="session")
@@ -25,12 +32,10 @@ def _django() -> Iterator[None]:
     from django.core.management import call_command
     from django.db import connections
 
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ["DJANGO_TEST_FOLDER"] = folder
-        django.setup()
-        call_command("migrate", verbosity=0)
-        yield
-        connections.close_all()
+    django.setup()
+    call_command("migrate", verbosity=0)
+    yield
+    connections.close_all()
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """What Django reads about this package."""
 
 from django.apps import AppConfig
+from django.core.checks import register
 
 
 class ForqConfig(AppConfig):
@@ -8,3 +9,8 @@ class ForqConfig(AppConfig):
     label = "forq"
     verbose_name = "forq"
     default_auto_field = "django.db.models.BigAutoField"
+
+    def ready(self) -> None:
+        from forq.contrib.django.checks import check_project
+
+        register(check_project)

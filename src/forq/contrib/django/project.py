@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from django.apps import apps
 from django.conf import settings
+from django.core.checks import register
 from django.core.exceptions import ImproperlyConfigured
 from django.utils.module_loading import autodiscover_modules
 
 from forq.app.app import App
 from forq.app.declarations import declare_queue
+from forq.app.hooks import Hooks
 from forq.app.tasks import JobOptions, JobRef, Prepared, Sender, Task
 from forq.contrib.django.connections import ConnectionsAround
 from forq.contrib.django.outbox_settings import OutboxSettings, read_outbox_settings
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 T = TypeVar("T", covariant=True)
 
+# As in INSTALLED_APPS.
+PACKAGE = "forq.contrib.django"
 # Of the app, and of the queue of its tasks. Django's tasks have the same default.
 DEFAULT_NAME = "default"
 # The path of the app with all tasks, for `forq run --app`.
@@ -91,6 +95,11 @@ class DjangoApp(App):
             found = self._outboxes.setdefault(alias, Outbox(self, alias, self.outbox_settings.timeout_seconds))
         return found
 
+    def around_fail_handler(self, handler: Callable[[Any, Job], Any], name: str) -> Callable[[Any, Job], Any]:
+        around = Hooks(self.name)
+        around.add_first(ConnectionsAround)
+        return around.around_handler(handler, name)
+
     def _create_command(self) -> str:
         return f"forq app {WORKER_PATH} --create"
 
@@ -104,8 +113,17 @@ def project_app() -> DjangoApp:
     global _app
     if _app is None:
         with _lock:
-            _app = _app or make_app(getattr(settings, "FORQ", {}))
+            if _app is None:
+                _check_installed()
+                _app = make_app(getattr(settings, "FORQ", {}))
     return _app
+
+
+def _check_installed() -> None:
+    """Without its entry in INSTALLED_APPS the package registers no checks; this one has to be."""
+    from forq.contrib.django.checks import check_installed
+
+    register(check_installed)
 
 
 def make_app(given: Mapping[str, Any]) -> DjangoApp:

@@ -5,6 +5,12 @@ class Migration(migrations.Migration):
     initial = True
     operations = [
         migrations.CreateModel(
-            "DeadJob", [("id", models.BigAutoField(primary_key=True, serialize=False))], options={"managed": False}
-        )
+            "DeadJob",
+            [("reference", models.CharField(max_length=240, primary_key=True, serialize=False))],
+            options={
+                "managed": False,
+                "verbose_name": "dead job",
+                "default_permissions": ("view", "change", "delete"),
+            },
+        ),
     ]
