@@ -37,6 +37,7 @@ STATIC_URL = "static/"
 DEFAULT_AUTO_FIELD = "django.db.models.BigAutoField"
 
 _folder = os.environ.get("DJANGO_TEST_FOLDER", "")
+DATABASES: dict[str, dict[str, object]]
 if os.environ.get("DJANGO_TEST_POSTGRES"):
     DATABASES = {
         "default": {
