@@ -48,7 +48,9 @@ def test_pid_1_leaves_neither_orphans_nor_zombies(worker: Worker) -> None:
 
     job = worker.enqueue("leave_orphans.enqueue()")
     wait_until(lambda: worker.job(job)["state"] == "done", what="the job is done")
-    # What a job leaves belongs to its process, which reaps it while no job runs.
+    # What a job leaves belongs to its process. An idle one sleeps, so that it reaps after its next job at the latest.
+    wait_until(lambda: (psutil.STATUS_SLEEPING, "sleep 0.1") not in orphans(), what="an orphan has ended")
+    worker.enqueue("bill.enqueue(1)")
     wait_until(lambda: orphans() == [(psutil.STATUS_SLEEPING, "sleep 300")], what="the ended orphan is reaped")
     # What `docker exec` leaves belongs to PID 1.
     worker.container.begin("sh", "-c", "sleep 0.1 & sleep 301 & exit 0").wait(30)
