@@ -54,8 +54,12 @@ RUN_BLOCKS = (
     DRAIN,
     BULK,
 )
-# The first needs Spark; tests/end_to_end/test_fastapi.py runs the second.
-NOT_RUN = [*examples("docs/guide/pipeline.md"), *examples("docs/guide/fastapi.md")]
+# The first needs Spark; tests/end_to_end/test_fastapi.py runs the second, tests/contrib/django the others.
+NOT_RUN = [
+    *examples("docs/guide/pipeline.md"),
+    *examples("docs/guide/fastapi.md"),
+    *examples("docs/guide/django-tasks.md"),
+]
 
 
 def execute(block: Block, **names: object) -> dict[str, Any]:
