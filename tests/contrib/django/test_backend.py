@@ -348,7 +348,7 @@ def test_definitions_list_the_tasks_and_queues(tasks: Any) -> None:
     assert defined["tasks"][f"{path}.wait_for"]["options"] == {"max_retries": 2, "backoff": ["0s"], "keep_done": "5m"}
     assert defined["tasks"][f"{path}.count"]["async"]
     assert defined["tasks"][f"{path}.describe"]["signature"].startswith("(context: TaskContext, fail_until: int = 0)")
-    assert sorted(defined["queues"]) == ["default", "mails", "urgent"]
+    assert {"default", "mails", "urgent"} <= defined["queues"].keys()
     assert defined["queues"]["mails"] == {"concurrency": 2}, "of FORQ"
 
 
