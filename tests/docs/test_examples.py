@@ -55,7 +55,7 @@ RUN_BLOCKS = (
     BULK,
 )
 # The first needs Spark. test_testing_guide.py, tests/end_to_end, tests/contrib and tests/examples run the others.
-_PAGES_NOT_RUN = ("pipeline", "fastapi", "flask", "sentry", "testing", "django-outbox")
+_PAGES_NOT_RUN = ("pipeline", "fastapi", "flask", "sentry", "testing", "django", "django-outbox", "django-tasks")
 NOT_RUN = [block for page in _PAGES_NOT_RUN for block in examples(f"docs/guide/{page}.md")]
 
 
