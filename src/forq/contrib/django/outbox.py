@@ -40,6 +40,8 @@ BATCH_ROWS = 500
 BATCH_BYTES = 16 << 20
 # Rows per INSERT.
 INSERT_ROWS = 100
+# What SQLite, PostgreSQL and MySQL say about a table that does not exist.
+_NO_TABLE = ("no such table", "does not exist", "doesn't exist")
 # After Redis did not answer, transactions of this process leave their rows to the deliverer for this long.
 PAUSE_SECONDS = 5.0
 
@@ -69,7 +71,7 @@ class Outbox:
         try:
             OutboxEntry.objects.using(self._alias).bulk_create(rows, batch_size=INSERT_ROWS)
         except (ProgrammingError, OperationalError) as exc:
-            if "forq_outbox" in str(exc):
+            if "forq_outbox" in str(exc) and any(words in str(exc) for words in _NO_TABLE):
                 raise UsageError(
                     f"database {self._alias!r} has no table forq_outbox; run: "
                     f"manage.py migrate forq --database {self._alias} ({exc})"
