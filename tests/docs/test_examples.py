@@ -54,8 +54,8 @@ RUN_BLOCKS = (
     DRAIN,
     BULK,
 )
-# The first needs Spark; tests/end_to_end/test_fastapi.py runs the second.
-NOT_RUN = [*examples("docs/guide/pipeline.md"), *examples("docs/guide/fastapi.md")]
+# The first needs Spark; tests/end_to_end/test_fastapi.py runs the second, and tests/examples a project like the third.
+NOT_RUN = [block for name in ("pipeline", "fastapi", "django") for block in examples(f"docs/guide/{name}.md")]
 
 
 def execute(block: Block, **names: object) -> dict[str, Any]:

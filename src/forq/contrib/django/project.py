@@ -44,7 +44,7 @@ class DjangoApp(App):
         found = apps.get_containing_app_config(getattr(function, "__module__", None) or "")
         return name if found is None else f"{found.label}.{name}"
 
-    def around_fail_handler(self, handler: Callable[[Any, Job], Any], name: str) -> Callable[[Any, Job], Any]:
+    def _around_fail_handler(self, handler: Callable[[Any, Job], Any], name: str) -> Callable[[Any, Job], Any]:
         around = Hooks(self.name)
         around.add_first(ConnectionsAround)
         return around.around_handler(handler, name)
