@@ -175,7 +175,7 @@ def load_fail_handler(spec: QueueSpec, apps: Sequence[Any] = (), keep_fds: Seque
     handler = _load(spec.fail_handler, spec, keep_fds)
     if not is_app(handler) and not isinstance(handler, ExecHandler | ExecOnceHandler):
         for app in apps:
-            handler = app.around_fail_handler(handler, spec.fail_handler)
+            handler = app._around_fail_handler(handler, spec.fail_handler)
     return Handlers({None: handler})
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -36,6 +37,18 @@ def test_a_missing_path_directory_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_handlers(QueueSpec.from_mapping("q", mapping, "test"))
     assert str(caught.value).endswith(f"No module named 'somewhere_else'; its path {tmp_path}/gone does not exist")
+
+
+def test_the_app_of_a_queue_is_imported_before_its_handlers(tmp_path: Path) -> None:
+    (tmp_path / "set_up.py").write_text("import sys, forq; sys.is_set_up = True; app = forq.App('shop')")
+    (tmp_path / "needs_it.py").write_text("import sys; sys.is_set_up\ndef f(data, job): return data")
+    spec = replace(
+        QueueSpec.from_mapping("q", {"handler": "needs_it:f", "path": [str(tmp_path)]}, "test"), app="set_up:app"
+    )
+    try:
+        assert [app.name for app in load_handlers(spec).apps] == ["shop"]
+    finally:
+        del sys.is_set_up  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize(

@@ -323,7 +323,7 @@ class App:
         """A plain handler with the hooks of this app around it."""
         return self._hooks.around_handler(handler, name)
 
-    def around_fail_handler(self, handler: Callable[[Any, Job], Any], name: str) -> Callable[[Any, Job], Any]:
+    def _around_fail_handler(self, handler: Callable[[Any, Job], Any], name: str) -> Callable[[Any, Job], Any]:
         """A fail handler of a queue of this app. Hooks run around jobs only; a subclass may add its own."""
         return handler
 

@@ -108,7 +108,7 @@ def test_a_fail_handler_has_its_connections_closed(project: None) -> None:
         seen.append((data, receipts().count()))
 
     app = DjangoApp("other")
-    app.around_fail_handler(on_dead, "m:on_dead")(["data"], job())
+    app._around_fail_handler(on_dead, "m:on_dead")(["data"], job())
     assert seen == [(["data"], 0)]
     assert connection.connection is None
 

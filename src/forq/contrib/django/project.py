@@ -95,7 +95,7 @@ class DjangoApp(App):
             found = self._outboxes.setdefault(alias, Outbox(self, alias, self.outbox_settings.timeout_seconds))
         return found
 
-    def around_fail_handler(self, handler: Callable[[Any, Job], Any], name: str) -> Callable[[Any, Job], Any]:
+    def _around_fail_handler(self, handler: Callable[[Any, Job], Any], name: str) -> Callable[[Any, Job], Any]:
         around = Hooks(self.name)
         around.add_first(ConnectionsAround)
         return around.around_handler(handler, name)
