@@ -458,7 +458,7 @@ def test_a_timeout_during_an_outage_names_it(own_server: Server, loop: Loop) -> 
     app = forq.App("q", url=own_server.url)
     with one_queue(own_server.url, keep_done_ms=HOUR_MS) as queue:
         queue.enqueue("a")
-        waiting = InThread(loop, refs_to(app, "a"), 4.0).registered(queue, 1)
+        waiting = InThread(loop, refs_to(app, "a"), 6.0).registered(queue, 1)
         own_server.kill()
         with pytest.raises(WaitTimeout, match=r"1 of 1 jobs .* Redis is unavailable"):
             waiting.ended()

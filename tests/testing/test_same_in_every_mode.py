@@ -16,8 +16,8 @@ from forq.errors import Exists, JobDead, NoResult, UnknownJob, UsageError, WaitT
 from forq.testing.on_server import ServerProcess
 from forq.testing.with_supervisor import SupervisorProcess
 from tests.support.handlers import modes
-from tests.support.handlers.modes import BACKOFF_SECONDS, MODULE_APPS, NOTES, Order, notes
-from tests.testing.drivers import SETTINGS, Driver, in_memory, on_server, with_supervisor
+from tests.support.handlers.modes import BACKOFF_SECONDS, MODULE_APPS, NOTES, Order, entered, notes
+from tests.testing.drivers import SETTINGS, Driver, WithSupervisor, in_memory, on_server, with_supervisor
 
 # Slightly more than a back-off.
 LATER = BACKOFF_SECONDS + 0.02
@@ -320,11 +320,10 @@ def test_hooks_and_lifespans_surround_the_jobs(driver: Driver) -> None:
     ref = modes.greet.enqueue("you")
     driver.run()
     assert ref.result(timeout=5) == "hello you"
-    lines = [line for line in notes() if not line.startswith("enter")]
-    assert lines == ["outer greet", "inner", "greet you", "inner end", "outer end"]
-    # A process of the supervisor may have entered them in an earlier test.
-    entered = [line for line in notes() if line.startswith("enter")]
-    assert entered in ([], ["enter", "enter async"])
+    assert notes() == ["outer greet", "inner", "greet you", "inner end", "outer end"]
+    # A process of the supervisor may have entered them in an earlier test, or its retry process enters them, too.
+    assert entered() == ["enter", "enter async"] * (len(entered()) // 2)
+    assert entered() or isinstance(driver, WithSupervisor)
 
 
 def test_a_hook_sees_the_exception_but_cannot_swallow_it(driver: Driver) -> None:
@@ -332,15 +331,14 @@ def test_a_hook_sees_the_exception_but_cannot_swallow_it(driver: Driver) -> None
     driver.run()
     with pytest.raises(JobDead, match="nobody"):
         ref.result(timeout=5)
-    lines = [line for line in notes() if not line.startswith("enter")]
-    assert lines == ["outer greet", "inner", "inner end", "saw nobody", "outer end"]
+    assert notes() == ["outer greet", "inner", "inner end", "saw nobody", "outer end"]
 
 
 def test_hooks_surround_coroutines(driver: Driver) -> None:
     ref = modes.agreet.enqueue("you")
     driver.run()
     assert ref.result(timeout=5) == "hello you"
-    assert [line for line in notes() if not line.startswith("enter")][2] == "agreet you"
+    assert notes()[2] == "agreet you"
 
 
 def test_jobs_that_jobs_enqueue_run_too(driver: Driver) -> None:

@@ -89,8 +89,8 @@ def test_create_makes_the_queues_and_reports_what_exists(project: None, redis_ur
     Client(redis_url).create_queue("mails")
     out = StringIO()
     call_command("forq", "create", stdout=out)
-    assert sorted(out.getvalue().splitlines()) == ["mails: exists", "shop: created"]
-    assert set(Client(redis_url).queues()) == {"mails", "shop"}
+    assert sorted(out.getvalue().splitlines()) == ["mails: exists", "outbox: created", "shop: created"]
+    assert set(Client(redis_url).queues()) == {"mails", "outbox", "shop"}
 
 
 def test_an_error_of_forq_is_a_command_error_with_its_exit_code(project: None, monkeypatch: pytest.MonkeyPatch) -> None:

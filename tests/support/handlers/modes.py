@@ -26,6 +26,16 @@ def note(*words: object) -> None:
 
 
 def notes() -> list[str]:
+    """What jobs and their hooks have noted."""
+    return [line for line in _lines() if not line.startswith("enter")]
+
+
+def entered() -> list[str]:
+    """The lifespans that were entered. A process of a supervisor may do that at any time."""
+    return [line for line in _lines() if line.startswith("enter")]
+
+
+def _lines() -> list[str]:
     return Path(os.environ[NOTES]).read_text().splitlines()
 
 
