@@ -16,7 +16,7 @@ from forq import paths
 from forq.app_spec import AppSpec, QueueOverride, read_app_flag, read_apps, read_override
 from forq.errors import ConfigError, ForqError, InvalidOption, UsageError
 from forq.job import OFF, can_trace
-from forq.procs.cgroups import process_count
+from forq.procs.cgroups import process_count, usable_cpus
 from forq.procs.unix_socket import listen
 from forq.queue_spec import QueueSpec
 from forq.schedules import read_schedules
@@ -184,7 +184,7 @@ def _load(flags: dict[str, object], environ: Mapping[str, str]) -> Config:
     values, sources = read_service(table, str(file or ""), environ, flags)
     state_dir = Path(values.pop("state_dir") or paths.state_dir())
     socket = Path(values.pop("socket") or state_dir / paths.SOCKET_NAME)
-    capacity = values.pop("capacity") or UNITS_PER_CPU * len(os.sched_getaffinity(0))
+    capacity = values.pop("capacity") or UNITS_PER_CPU * usable_cpus()
     named = {f"{name}_seconds" if SERVICE[name].kind == "duration" else name: value for name, value in values.items()}
     config = Config(file=file, state_dir=state_dir, socket=socket, capacity=capacity, reload=reload, **named)
     config = replace(config, apps=_read_apps(sections.get("apps", {}), str(file or ""), app_flags))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from forq.procs.cgroups import usable_cpus
 from tests.support.drive.supervisor import HANDLERS, Forq, Trace, running
 from tests.support.drive.wait import wait_until
 
@@ -119,7 +120,7 @@ def test_eight_queues_compete_for_a_minute() -> None:
 @pytest.mark.spec("Q11", "Q12")
 def test_the_capacity_is_100_units_per_cpu_and_a_dead_worker_s_units_return_at_once(tmp_path: Path) -> None:
     with running() as forq:
-        units = 100 * len(os.sched_getaffinity(0))
+        units = 100 * usable_cpus()
         assert forq.status()["capacity"]["units"] == units
         forq.create("all", "sleep", size=units)
         forq.create("small", "sleep")

@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from forq.procs.cgroups import usable_cpus
 from tests.support.drive.handler_module import Module
 from tests.support.drive.processes import alive
 from tests.support.drive.supervisor import Forq, running
@@ -141,7 +142,7 @@ def test_stack_and_kill_find_a_job_in_each_process(forq: Forq) -> None:
 
 def test_cpus_means_one_process_per_usable_cpu(forq: Forq) -> None:
     forq.create("native", "noop", processes="cpus")
-    wait_for_mains(forq, "native", len(os.sched_getaffinity(0)))
+    wait_for_mains(forq, "native", usable_cpus())
 
 
 def test_a_restart_replaces_each_process_and_a_broken_one_none(forq: Forq, tmp_path: Path) -> None:

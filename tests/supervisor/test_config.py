@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ConfigError
+from forq.procs.cgroups import usable_cpus
 from forq.queue_spec import QueueSpec
 from forq.redis_url import shown_url
 from forq.settings import OPTIONS, SERVICE, defaults
@@ -57,7 +58,7 @@ def test_without_settings_the_defaults_apply() -> None:
         expiry_seconds=15.0,
         stop_grace_seconds=10.0,
         failed_log_max=64 * 1024**2,
-        capacity=100 * len(os.sched_getaffinity(0)),
+        capacity=100 * usable_cpus(),
         capacity_aging_seconds=1.0,
         control_group=None,
         cgroup="auto",
@@ -108,6 +109,13 @@ def test_the_sample_with_all_lines_uncommented_equals_the_defaults(load_text: Lo
     assert config.options_of(gate) == defaults("auto_release")
     for name in SERVICE:
         assert re.search(rf"(?m)^{name} = ", enabled), f"{name} is not in the sample"
+
+
+def test_the_default_capacity_follows_the_cpus_that_the_process_may_use(
+    load_text: Load, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config_module, "usable_cpus", lambda: 3)
+    assert load_text("").capacity == 300
 
 
 def test_a_size_above_the_capacity_is_refused(load_text: Load) -> None:

@@ -1,5 +1,3 @@
-from functools import partial
-
 from django import forms
 from django.db import transaction
 from django.http import HttpRequest, HttpResponse
@@ -20,8 +18,8 @@ def order_form(request: HttpRequest) -> HttpResponse:
     if request.method == "POST" and form.is_valid():
         with transaction.atomic():
             order = form.save()
-            # A worker could look for the order before it is committed.
-            transaction.on_commit(partial(confirm.enqueue, order.pk))
+            # Not before the commit: a worker could look for the order too early.
+            confirm.using(on_commit="default").enqueue(order.pk)
         return redirect("order", order.pk)
     return render(request, "orders/order_form.html", {"form": form})
 
