@@ -16,8 +16,10 @@ pytestmark = pytest.mark.timeout(90)
 
 ROOT = Path(__file__).resolve().parents[3]
 # Of each queue.
-JOBS = 150
-MORE_JOBS = 20
+JOBS = 90
+MORE_JOBS = 15
+# On a loaded machine, a job that was started before the restart may note its beginning this much after it.
+SLACK_SECONDS = 0.5
 KINDS = ("hook", "coroutine", "plain")
 SETTINGS = """
 [apps.shop]
@@ -102,18 +104,18 @@ def test_no_job_fails_after_a_restart_of_the_database(
         stopped = time()
         postgres.restart()
         ready = time()
-        # Every process has used a connection before the restart, and uses it again.
-        enqueue(forq, MORE_JOBS)
-        kill_a_job(forq, notes)
-        wait_until(lambda: processed(forq) == [JOBS + MORE_JOBS] * 3, 30, "all jobs are done")
-        found = notes_in(notes)
-        failed = [note for note in found if note.outcome == "failed"]
-        late = [note for note in failed if note.began > ready]
-        print(
-            f"{len(failed)} of {len(found)} attempts failed; restart: {ready - stopped:.2f} s; later failures: {late}"
-        )
+        wait_until(lambda: processed(forq) == [JOBS] * 3, 30, "all jobs are done")
+        under_load = notes_in(notes)
+        failed = [note for note in under_load if note.outcome == "failed"]
+        late = [note for note in failed if note.began > ready + SLACK_SECONDS]
+        print(f"{len(failed)} of {len(under_load)} attempts failed, {len(late)} later ({ready - stopped:.2f} s)")
         assert late == []
         assert [note for note in failed if note.began < stopped - 1] == []
         assert pool or {note.kind for note in failed} >= set(KINDS)
+        # Every process has an open connection that breaks while nothing runs.
+        postgres.restart()
+        enqueue(forq, MORE_JOBS)
+        kill_a_job(forq, notes)
+        wait_until(lambda: processed(forq) == [JOBS + MORE_JOBS] * 3, 30, "all jobs are done")
+        assert {note.outcome for note in notes_in(notes)[len(under_load) :]} == {"done"}
         assert forq.queue_status("threads")["dead"] == 2
-        assert [note.outcome for note in found if note.kind == "on_dead"] == ["done", "done"]

@@ -7,7 +7,7 @@ from tests.support.django_project.settings import *  # noqa: F403
 from tests.support.django_project.settings import INSTALLED_APPS
 
 INSTALLED_APPS = [*INSTALLED_APPS, "tests.support.django_project.queries"]
-_pooled: dict[str, Any] = {"CONN_MAX_AGE": 0, "OPTIONS": {"pool": {"min_size": 1, "max_size": 8, "timeout": 2}}}
+_pooled: dict[str, Any] = {"CONN_MAX_AGE": 0, "OPTIONS": {"pool": {"min_size": 1, "max_size": 1}}}
 _server: dict[str, Any] = {
     "ENGINE": "django.db.backends.postgresql",
     "HOST": os.environ.get("DJANGO_TEST_POSTGRES", ""),

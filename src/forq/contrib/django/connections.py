@@ -111,7 +111,11 @@ class _Known:
 
     def take_thread(self) -> None:
         """Connections of this thread are closed around jobs."""
-        self._threads.add(threading.get_ident())
+        thread = threading.get_ident()
+        if thread not in self._threads:
+            self._threads.add(thread)
+            with self._lock:
+                self._of_others.difference_update(connections.all(initialized_only=True))
 
     def check_again(self) -> None:
         if not self._of_others:
@@ -119,8 +123,9 @@ class _Known:
         with self._lock:
             found = list(self._of_others)
         for connection in found:
-            # Inside of a transaction a check can fail for another reason.
-            if not connection.in_atomic_block:
+            # Inside of a transaction a check can fail for another reason. While a connection is opened, a check would
+            # begin a transaction.
+            if connection.connection is not None and not connection.in_atomic_block:
                 connection.health_check_done = False  # type: ignore[attr-defined]  # not in django-stubs
 
 
