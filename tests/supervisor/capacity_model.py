@@ -107,8 +107,14 @@ class CapacityModel:
 
     def _may_yield(self, holder: Holder, head: Terms) -> bool:
         held, level = self.held[holder], head.level(self.now)
-        slice_over = self.now >= held.since + SLICE_SECONDS
-        return held.priority < level or (slice_over and (holder in self.idle or held.priority == level))
+        return held.priority < level or (self._slice_over(holder) and (holder in self.idle or held.priority == level))
+
+    def _slice_over(self, holder: Holder) -> bool:
+        return self.now >= self.held[holder].since + SLICE_SECONDS
+
+    def _counts_as_idle(self, holder: Holder) -> bool:
+        """A holder may not have received a new grant yet."""
+        return holder in self.idle and self._slice_over(holder)
 
     def _check_yield(self, holder: Holder) -> None:
         head = self.head()
@@ -116,9 +122,8 @@ class CapacityModel:
         assert holder in self.held
         assert holder not in self.yielding, "requested to yield twice"
         assert self._may_yield(holder, head)
-        expected = sum(
-            self.held[other].units for other in self._expected() if holder not in self.idle or other in self.idle
-        )
+        idle = self._counts_as_idle(holder)
+        expected = sum(self.held[other].units for other in self._expected() if not idle or self._counts_as_idle(other))
         assert self.free + expected < head.units, "requested to yield without need"
         self.yielding[holder] = self.now
 

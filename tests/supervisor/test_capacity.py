@@ -259,6 +259,18 @@ def test_the_capacity_rules_hold_for_any_order_of_calls() -> None:
     )
 
 
+def test_units_of_a_new_grant_do_not_spare_an_idle_holder() -> None:
+    """Its holder is idle, but may not have received the grant yet."""
+    model = CapacityModel()
+    model.idle |= {1, 2}
+    model.want(2, 1, 1)
+    model.now += TICK_SECONDS
+    model.want(1, 70, 0)
+    assert model.want(0, 30, 1) == [wait(0), ask(1)]
+    model.now += 3 * TICK_SECONDS
+    assert model.tick() == [ask(2)]
+
+
 KINDS = st.builds(
     Kind,
     st.sampled_from((10, 30, 50, 60, 100)),
