@@ -223,7 +223,7 @@ def through(converter: Converter, value: Any) -> Any:
 
 
 PROPERTY = settings(
-    max_examples=examples(150, 3000),
+    max_examples=examples(150, 1500),
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )

@@ -227,8 +227,8 @@ def test_a_wait_ends_at_its_timeout_while_redis_is_away(own_server: Server, queu
     queue.enqueue("a")
 
     async def test(client: AsyncClient) -> None:
-        wait = asyncio.create_task(client.queue("q").wait("a", 0.5))
-        await until(lambda: subscriptions(own_server) == 1, "it is subscribed")
+        wait = asyncio.create_task(client.queue("q").wait("a", 2))
+        await until(lambda: queue.hash("waiters"), "it is registered")
         await asyncio.to_thread(own_server.kill)
         with pytest.raises(WaitTimeout, match="or its end is unknown"):
             await wait
