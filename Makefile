@@ -75,11 +75,11 @@ settings: setup ## generate etc/forq.toml and docs/reference/settings.md from th
 test: tools ## everything but Spark; must pass before a commit (7 minutes on two cores)
 	@$(MAKE) --no-print-directory -j3 unit-apart unit-forking checks
 
-test-all: tools $(SPARK) ## the same with more examples, Spark, Redis 7.0 and redis-py 6.4; run by CI (18 minutes)
+test-all: tools $(SPARK) ## the same with more examples, Spark, and the oldest Redis, redis-py and Django; run by CI (20 minutes)
 	@FORQ_TEST_THOROUGH=1 $(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory spark
 	@$(MAKE) --no-print-directory redis-old
-	@$(MAKE) --no-print-directory redis-py-old
+	@$(MAKE) --no-print-directory redis-py-old django-old
 
 checks: tools # lint, types, imports, wheel
 	@MAKEFLAGS= $(HELD_BACK) $(MAKE) --no-print-directory lint types imports wheel
@@ -136,23 +136,23 @@ redis-old: tools ## the broker's tests and end-to-end smoke tests on Redis 7.0, 
 	  tests/end_to_end/test_first_steps.py tests/end_to_end/test_redis_acl.py tests/end_to_end/test_releases.py tests/end_to_end/test_results.py \
 	  tests/end_to_end/test_full_server.py tests/supervisor/test_embedded.py
 
-OLD_CLIENT := $(VENV)/redis-py-6.4
+# The oldest supported versions of packages, for the two targets below.
+OLDEST := $(VENV)/oldest
 REDIS_PY_TESTS := tests/broker/test_redis_py.py tests/broker/test_connection.py tests/broker/test_faults.py tests/end_to_end/test_first_steps.py
 
-redis-py-old: tools ## connection and end-to-end smoke tests on redis-py 6.4, the oldest supported version, with and without hiredis
-	@test -x $(OLD_CLIENT)/bin/pytest || { $(PYTHON) -m venv $(OLD_CLIENT) && \
-	  $(OLD_CLIENT)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 'redis==6.4.0'; }
-	@$(OLD_CLIENT)/bin/python -m pip install --quiet --disable-pip-version-check 'hiredis>=3'
-	$(OLD_CLIENT)/bin/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal $(REDIS_PY_TESTS)
-	@$(OLD_CLIENT)/bin/python -m pip uninstall --quiet --yes hiredis
-	$(OLD_CLIENT)/bin/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal $(REDIS_PY_TESTS)
+$(OLDEST)/bin/pytest: $(READY)
+	@$(PYTHON) -m venv $(OLDEST)
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 'redis==6.4.0' 'django==4.2.*'
+	@touch $@
 
-OLD_DJANGO := $(VENV)/django-4.2
+redis-py-old: tools $(OLDEST)/bin/pytest ## connection and end-to-end smoke tests on redis-py 6.4, the oldest supported version, with and without hiredis
+	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check 'hiredis>=3'
+	$(OLDEST)/bin/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal $(REDIS_PY_TESTS)
+	@$(OLDEST)/bin/python -m pip uninstall --quiet --yes hiredis
+	$(OLDEST)/bin/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal $(REDIS_PY_TESTS)
 
-django-old: tools ## the tests of forq.contrib.django on Django 4.2, the oldest supported version
-	@test -x $(OLD_DJANGO)/bin/pytest || { $(PYTHON) -m venv $(OLD_DJANGO) && \
-	  $(OLD_DJANGO)/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' 'django==4.2.*'; }
-	$(OLD_DJANGO)/bin/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal tests/contrib/django tests/examples
+django-old: tools $(OLDEST)/bin/pytest ## the tests of forq.contrib.django on Django 4.2, the oldest supported version
+	$(OLDEST)/bin/pytest -q -m 'not slow' -n $(WORKERS) --dist worksteal tests/contrib/django tests/examples/test_django_example.py
 
 mutants: tools ## remove each guard of the Lua library in turn: some test must fail
 	$(BIN)/pytest -q --timeout 600 tests/broker/test_mutants.py
