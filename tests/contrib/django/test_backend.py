@@ -18,6 +18,7 @@ from django.test import override_settings
 
 from forq.app.tasks import JobOptions, Sender
 from forq.contrib.django.backend import ForqBackend, register_tasks, to_forq_priority
+from forq.contrib.django.outbox import deliver
 from forq.contrib.django.project import DjangoApp, make_app, project_app
 from forq.contrib.django.task_framework import (
     InvalidTask,
@@ -32,6 +33,7 @@ from forq.contrib.django.task_framework import (
 )
 from forq.errors import InvalidData, UnknownQueue
 from tests.docs.pages import ROOT, blocks
+from tests.support.drive.server import Server
 from tests.support.drive.worker_here import run_waiting
 
 Run = Callable[..., int]
@@ -410,6 +412,24 @@ def test_a_database_option_is_passed_on_and_the_signal_waits_for_the_commit(
             assert (given, result.enqueued_at, result.status, signals) == (["default"], None, "READY", [])
         assert result.enqueued_at is not None
         assert [name for name, *_ in signals] == ["enqueued"]
+        run()
+        result.refresh()
+        assert result.return_value == 1
+
+
+def test_with_an_outbox_an_outage_raises_nothing_and_the_job_is_delivered_later(
+    tasks: Any, run: Run, signals: list[Any], server: Server
+) -> None:
+    with override_settings(TASKS={"default": {**conf.settings.TASKS["default"], "OPTIONS": {"outbox": "default"}}}):
+        server.stop()
+        try:
+            with transaction.atomic():
+                result = tasks.add.enqueue(1)
+        finally:
+            server.start()
+        assert result.enqueued_at is not None
+        assert [name for name, *_ in signals] == ["enqueued"]
+        assert deliver("default").sent == 1
         run()
         result.refresh()
         assert result.return_value == 1
