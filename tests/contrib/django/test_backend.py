@@ -320,6 +320,25 @@ def test_unknown_results_do_not_exist(tasks: Any) -> None:
         tasks.refuse.get_result(stored.id)
 
 
+@pytest.mark.parametrize(
+    ("queue", "options"),
+    [
+        ("default", {"run_after": "soon"}),
+        ("default", {"run_after": 5}),
+        ("default", {"priority": "high"}),
+        ("default", {"priority": 1000}),
+        ("default", {"backend": "other"}),
+        ("unlisted", {}),
+    ],
+)
+def test_a_job_with_options_that_the_framework_refuses_is_no_result(tasks: Any, queue: str, options: Any) -> None:
+    tasks.add.enqueue()
+    created = project_app().client.create_queue(queue)
+    id = created.enqueue({"args": [], "kwargs": {}, **options}, type=tasks.add.module_path)
+    with pytest.raises(TaskResultDoesNotExist):
+        tasks.add.get_result(f"{queue}:{id}")
+
+
 def test_the_job_of_a_forq_task_is_no_result(tasks: Any) -> None:
     from tests.support.django_project.orders.tasks import send_receipt
 

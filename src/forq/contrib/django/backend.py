@@ -140,7 +140,12 @@ class ForqBackend(BaseTaskBackend):
         call = Call(job["data"])
         if call.backend != self.alias:
             raise unknown
-        return result_of_job(job, call.task(of_app.defined, queue), call)
+        try:
+            task = call.task(of_app.defined, queue)
+        except (TypeError, ValueError, InvalidTask):
+            # The framework refuses its options, or QUEUES does not have its queue.
+            raise unknown from None
+        return result_of_job(job, task, call)
 
     def check(self, **kwargs: Any) -> Iterable[checks.CheckMessage]:
         """Django's system checks."""
