@@ -227,8 +227,10 @@ class Delivery:
         """Nothing of this attempt was stored: takes its marks back. A mark of another attempt stays, and so does one
         that another attempt has used since."""
         text = {} if failure is None else {"error": str(failure)}
-        mine = self._rows(key__in=[row.key for row in rows], marked_by=self.attempt, attempt=self.attempt)
-        mine.update(**UNMARKED, **text)
+        mine = self._every_row(key__in=[row.key for row in rows], marked_by=self.attempt, attempt=self.attempt)
+        # A deliverer has flagged a row that was written with an old epoch, before this process could send it.
+        mine.filter(state=self._model.IN_DOUBT).update(state=self._model.WAITING, error="")
+        mine.filter(state=self._model.WAITING).update(**UNMARKED, **text)
 
     def _doubt(self, rows: "QuerySet[OutboxEntry]", queue: str) -> None:
         error = (
