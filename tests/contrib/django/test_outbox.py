@@ -270,6 +270,28 @@ def test_a_job_that_needs_a_replica_waits_for_one(mails: str) -> None:
     assert issubclass(NoReplica, RedisUnavailable)
 
 
+def test_a_slow_replica_delays_only_the_queue_whose_jobs_need_it(mails: str) -> None:
+    """WAIT of Redis ends without an answer of a replica, which is not an outage of Redis."""
+    project_app().client.create_queue("shop")
+    with failing_sends(DOWN):
+        order(mails, "1", id="a", durable="replica")
+        order(mails, "2", id="b", queue="shop")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forq.broker.enqueue._check_has_replica", lambda *_: None)
+        patch.setattr("forq.broker.enqueue.WAIT_MS", 1)
+        done = deliver(mails)
+        assert (done.sent, list(done.stuck)) == (1, ["mails"])
+        assert waiting_ids("shop") == ["b"]
+        [row] = rows(mails)
+        assert (row.job_id, row.state, row.epoch != "") == ("a", "waiting", True), "the job is stored: the mark stays"
+        # Nor does a process that has committed take it for an outage.
+        project_app()._outboxes.clear()
+        order(mails, "3", id="c", durable="replica")
+        order(mails, "4", id="d", queue="shop")
+        assert waiting_ids("shop") == ["b", "d"]
+        assert waiting_ids() == ["a", "c"]
+
+
 def test_options_of_a_job_survive_the_outbox(mails: str) -> None:
     with failing_sends(DOWN):
         order(mails, "1", id="a", identifier="i", priority=2, run_in=600, timeout="5m", max_retries=1, expires_in=3600)

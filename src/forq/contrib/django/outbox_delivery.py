@@ -174,7 +174,11 @@ class Delivery:
         except OutcomeUnknown as exc:
             # The marks stay.
             log.warning("the outcome of sending %d jobs of queue %s is unknown: %s", len(rows), queue, exc)
-            self.failure = exc
+            if rows[0].durable:
+                # Perhaps only a replica is slow. Jobs that need none must not wait for it.
+                self._stop_queue(queue, exc)
+            else:
+                self.failure = exc
         except NoReplica as exc:
             self.clear(rows, exc)
             self._stop_queue(queue, exc)
