@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -11,6 +12,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
+from redis import Redis
 
 import forq
 from forq.broker.enqueue import Producer
@@ -240,6 +242,24 @@ def test_a_deleted_queue_refuses_and_an_existing_id_with_refuse_too(mails: str) 
     send_receipt.using(outbox=mails, queue="shop", id="a", if_exists="refuse").enqueue("4")
     assert deliver(mails) == Delivered(refused=1)
     assert "already has a job" in rows(mails)[1].error
+
+
+def test_an_absent_queue_is_created_by_a_process_that_has_imported_no_tasks(
+    mails: str, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a shell, after Redis has lost its data."""
+    with failing_sends(DOWN):
+        order(mails, id="a", queue="shop")
+    with Redis.from_url(redis_url) as redis:
+        redis.flushall()
+    monkeypatch.setattr("forq.contrib.django.project._app", None)
+    monkeypatch.delitem(sys.modules, "tests.support.django_project.orders.tasks")
+    assert "shop" not in project_app().queue_names()
+    with monkeypatch.context() as patch:
+        patch.setattr("forq.contrib.django.project.discover_tasks", lambda: 1 // 0)
+        assert "manage.py check" in deliver(mails).stuck["shop"], "they cannot be imported: no reason to refuse"
+    assert deliver(mails) == Delivered(sent=1)
+    assert waiting_ids("shop") == ["a"]
 
 
 def test_a_full_queue_keeps_its_rows_waiting_and_the_others_go(mails: str) -> None:
