@@ -481,3 +481,23 @@ def test_the_admin_shows_the_outbox_and_its_actions_decide(project: None) -> Non
     assert "1 entries wait again and will be sent." in act("send_again", doubtful)
     assert deliver("default") == Delivered(sent=2)
     assert waiting_ids() == ["j0", "j2"]
+
+
+def test_the_page_of_a_row_cannot_save_it(project: None) -> None:
+    """A save would write back a mark that a delivery has changed, or a row that it has deleted."""
+    from django.contrib.auth.models import User
+    from django.test import Client
+
+    project_app().create_queue("mails")
+    with failing_sends(DOWN):
+        order("default", id="a")
+    browser = Client()
+    browser.force_login(User.objects.create_superuser("root"))
+    page = f"/admin/forq/outboxentry/{rows('default')[0].pk}/change/"
+    shown = browser.get(page).content.decode()
+    assert "orders.send_receipt" in shown
+    assert 'name="_save"' not in shown
+    assert browser.post(page, {"_save": "Save"}).status_code == 403
+    with CaptureQueriesContext(connections["default"]) as queries:
+        browser.get("/admin/forq/outboxentry/")
+    assert not any('"forq_outbox"."body"' in query["sql"] for query in queries), "the list reads no data"

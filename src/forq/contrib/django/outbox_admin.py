@@ -33,7 +33,8 @@ class OutboxAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # it is generic 
         return "default" if settings is None else settings.databases[0]
 
     def get_queryset(self, request: HttpRequest) -> "QuerySet[OutboxEntry]":
-        return OutboxEntry.objects.using(self.alias).order_by(*self.ordering)
+        # The page of a row loads its data: those of all rows of the list would be too much.
+        return OutboxEntry.objects.using(self.alias).defer("body").order_by(*self.ordering)
 
     @admin.display(description="error")
     def short_error(self, entry: OutboxEntry) -> str:
@@ -53,6 +54,10 @@ class OutboxAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # it is generic 
 
     def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
+
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """For the actions. Saving a row would undo what a delivery does to it at the same time."""
+        return obj is None and super().has_change_permission(request)
 
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """A row that waits may be on its way. The action discards the others."""
