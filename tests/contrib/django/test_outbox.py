@@ -452,6 +452,7 @@ def test_a_missing_table_names_the_command(project: None) -> None:
 
 
 def test_the_admin_shows_the_outbox_and_its_actions_decide(project: None) -> None:
+    from django.contrib.admin.models import CHANGE, DELETION, LogEntry
     from django.contrib.auth.models import User
     from django.test import Client
 
@@ -477,8 +478,13 @@ def test_the_admin_shows_the_outbox_and_its_actions_decide(project: None) -> Non
         chosen = {"action": action, "_selected_action": [entry.pk for entry in entries]}
         return browser.post("/admin/forq/outboxentry/", chosen, follow=True).content.decode()
 
-    assert "1 entries were discarded. Entries that wait cannot be discarded." in act("discard", refused, waiting)
-    assert "1 entries wait again and will be sent." in act("send_again", doubtful)
+    assert "Discarded 1 entry. Entries that wait cannot be discarded." in act("discard", refused, waiting)
+    assert "1 entry will be sent again." in act("send_again", doubtful, waiting)
+    log = [(entry.object_repr, entry.action_flag, entry.change_message) for entry in LogEntry.objects.order_by("pk")]
+    assert log == [
+        ("orders.send_receipt j1 in queue mails, refused", DELETION, "Discarded."),
+        ("orders.send_receipt j0 in queue mails, in doubt", CHANGE, "Sent again."),
+    ]
     assert deliver("default") == Delivered(sent=2)
     assert waiting_ids() == ["j0", "j2"]
 
@@ -501,3 +507,36 @@ def test_the_page_of_a_row_cannot_save_it(project: None) -> None:
     with CaptureQueriesContext(connections["default"]) as queries:
         browser.get("/admin/forq/outboxentry/")
     assert not any('"forq_outbox"."body"' in query["sql"] for query in queries), "the list reads no data"
+
+
+@pytest.mark.parametrize(
+    ("permissions", "actions"),
+    [
+        (["view"], set()),
+        (["change"], {"send_again"}),
+        (["view", "delete"], {"discard"}),
+        (["change", "delete"], {"send_again", "discard"}),
+    ],
+)
+def test_permissions_decide_about_the_actions(project: None, permissions: list[str], actions: set[str]) -> None:
+    from django.contrib.auth.models import Permission, User
+    from django.test import Client
+
+    project_app().create_queue("mails")
+    with failing_sends(DOWN):
+        order("default", id="a")
+    change_rows("default", state="refused")
+    user = User.objects.create(username="ann", is_staff=True)
+    codenames = [f"{name}_outboxentry" for name in permissions]
+    user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
+    browser = Client()
+    browser.force_login(user)
+    page = browser.get("/admin/forq/outboxentry/")
+    assert page.status_code == 200
+    offered = {
+        name for name in ("send_again", "discard", "delete_selected") if f'value="{name}"' in page.content.decode()
+    }
+    assert offered == actions
+    for action in {"send_again", "discard"} - actions:
+        browser.post("/admin/forq/outboxentry/", {"action": action, "_selected_action": [rows("default")[0].pk]})
+    assert [row.state for row in rows("default")] == ["refused"]
