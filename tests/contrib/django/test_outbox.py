@@ -89,11 +89,27 @@ def test_a_rollback_leaves_neither_row_nor_job(mails: str) -> None:
     assert rows(mails) == []
 
 
+def test_a_savepoint_of_the_low_level_functions_is_rolled_back_too(mails: str) -> None:
+    """Django calls the on_commit callbacks of such a savepoint all the same."""
+    from tests.support.django_project.orders.tasks import send_receipt
+
+    order(mails, "0")
+    take_jobs()
+    with transaction.atomic(using=mails):
+        savepoint = transaction.savepoint(using=mails)
+        ref = send_receipt.using(outbox=mails).enqueue("1")
+        transaction.savepoint_rollback(savepoint, using=mails)
+    assert (waiting_ids(), rows(mails)) == ([], [])
+    with pytest.raises(UsageError, match="rolled back"):
+        ref.state()
+
+
 def test_a_transaction_sends_its_jobs_in_one_call_and_adds_two_queries(mails: str) -> None:
     from tests.support.django_project.orders.tasks import send_receipt
 
     order(mails, "0")
     take_jobs()
+    transaction.clean_savepoints(using=mails)
     calls: list[int] = []
     call = Producer.enqueue_identified
 
