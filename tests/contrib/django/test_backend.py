@@ -18,6 +18,7 @@ from django.test import override_settings
 
 from forq.app.tasks import JobOptions, Sender
 from forq.contrib.django.backend import ForqBackend, register_tasks, to_forq_priority
+from forq.contrib.django.outbox import deliver
 from forq.contrib.django.project import DjangoApp, make_app, project_app
 from forq.contrib.django.task_framework import (
     InvalidTask,
@@ -32,6 +33,7 @@ from forq.contrib.django.task_framework import (
 )
 from forq.errors import InvalidData, UnknownQueue
 from tests.docs.pages import ROOT, blocks
+from tests.support.drive.server import Server
 from tests.support.drive.worker_here import run_waiting
 
 Run = Callable[..., int]
@@ -318,6 +320,25 @@ def test_unknown_results_do_not_exist(tasks: Any) -> None:
         tasks.refuse.get_result(stored.id)
 
 
+@pytest.mark.parametrize(
+    ("queue", "options"),
+    [
+        ("default", {"run_after": "soon"}),
+        ("default", {"run_after": 5}),
+        ("default", {"priority": "high"}),
+        ("default", {"priority": 1000}),
+        ("default", {"backend": "other"}),
+        ("unlisted", {}),
+    ],
+)
+def test_a_job_with_options_that_the_framework_refuses_is_no_result(tasks: Any, queue: str, options: Any) -> None:
+    tasks.add.enqueue()
+    created = project_app().client.create_queue(queue)
+    id = created.enqueue({"args": [], "kwargs": {}, **options}, type=tasks.add.module_path)
+    with pytest.raises(TaskResultDoesNotExist):
+        tasks.add.get_result(f"{queue}:{id}")
+
+
 def test_the_job_of_a_forq_task_is_no_result(tasks: Any) -> None:
     from tests.support.django_project.orders.tasks import send_receipt
 
@@ -410,6 +431,24 @@ def test_a_database_option_is_passed_on_and_the_signal_waits_for_the_commit(
             assert (given, result.enqueued_at, result.status, signals) == (["default"], None, "READY", [])
         assert result.enqueued_at is not None
         assert [name for name, *_ in signals] == ["enqueued"]
+        run()
+        result.refresh()
+        assert result.return_value == 1
+
+
+def test_with_an_outbox_an_outage_raises_nothing_and_the_job_is_delivered_later(
+    tasks: Any, run: Run, signals: list[Any], server: Server
+) -> None:
+    with override_settings(TASKS={"default": {**conf.settings.TASKS["default"], "OPTIONS": {"outbox": "default"}}}):
+        server.stop()
+        try:
+            with transaction.atomic():
+                result = tasks.add.enqueue(1)
+        finally:
+            server.start()
+        assert result.enqueued_at is not None
+        assert [name for name, *_ in signals] == ["enqueued"]
+        assert deliver("default").sent == 1
         run()
         result.refresh()
         assert result.return_value == 1

@@ -224,6 +224,13 @@ def test_the_pages_say_that_redis_is_down(project: None, monkeypatch: pytest.Mon
     assert message.startswith("Tried to retry: cannot reach Redis")
 
 
+def test_dumpdata_does_not_look_for_a_table(project: None) -> None:
+    for everything in (False, True):
+        dumped = StringIO()
+        call_command("dumpdata", "forq", "orders", all=everything, stdout=dumped)
+        assert dumped.getvalue().strip() == "[]"
+
+
 def test_migrations_are_complete(project: None) -> None:
     out = StringIO()
     call_command("makemigrations", "forq", check=True, dry_run=True, stdout=out)

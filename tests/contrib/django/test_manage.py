@@ -114,3 +114,27 @@ def test_it_replaces_nothing_without_a_settings_module(project: None, monkeypatc
     monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("executed"))
     with pytest.raises(CommandError, match="DJANGO_SETTINGS_MODULE is not set"):
         call_command("forq", "run")
+
+
+class Executed(Exception):
+    """In place of the other program."""
+
+
+@pytest.mark.parametrize(
+    "given", [["run", "--pythonpath", "libs", "--quiet"], ["run", "--pythonpath=libs", "--settings=", "--quiet"]]
+)
+def test_options_of_django_are_not_passed_on_but_pythonpath_has_its_effect(
+    project: None, monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
+    executed: list[list[str]] = []
+
+    def execute(_: str, arguments: list[str]) -> None:
+        executed.append(arguments)
+        raise Executed
+
+    monkeypatch.setattr(os, "execv", execute)
+    monkeypatch.setenv("PYTHONPATH", "earlier")
+    with pytest.raises(Executed):
+        call_command("forq", *given)
+    assert executed[0][3:] == ["forq.cli", "run", "--app", "forq.contrib.django.worker:app", "--quiet"]
+    assert os.environ["PYTHONPATH"].split(os.pathsep) == [str(Path("libs").resolve()), str(ROOT), "earlier"]

@@ -195,6 +195,17 @@ def test_an_outage_at_the_commit_says_that_the_transaction_is_committed(
     assert Order.objects.count() == 1
 
 
+def test_an_error_does_not_say_that_jobs_of_an_earlier_call_were_not_sent(receipt: SyncTask[[str], None]) -> None:
+    """A program that enqueues them again would store them twice."""
+    client = project_app().client
+    client.create_queue("full", max_items=1)
+    client.queue("full").enqueue(None)
+    sender, other = receipt.using(on_commit="default", id="a"), receipt.using(on_commit="default", queue="full")
+    with pytest.raises(NotSent, match=r"job 'a' .* and 1 other may not have been sent: .*full"):
+        project_app().enqueue_many([sender.prepare("1"), other.prepare("2")])
+    assert ids() == ["a"]
+
+
 class CommitsInTestCase(TestCase):
     """Runs inside a transaction that never commits, as the tests of users do."""
 

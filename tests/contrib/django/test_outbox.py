@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import suppress
 from datetime import timedelta
@@ -11,6 +12,7 @@ import pytest
 from django.core.exceptions import ImproperlyConfigured
 from django.db import connections, transaction
 from django.test.utils import CaptureQueriesContext
+from redis import Redis
 
 import forq
 from forq.broker.enqueue import Producer
@@ -87,11 +89,27 @@ def test_a_rollback_leaves_neither_row_nor_job(mails: str) -> None:
     assert rows(mails) == []
 
 
+def test_a_savepoint_of_the_low_level_functions_is_rolled_back_too(mails: str) -> None:
+    """Django calls the on_commit callbacks of such a savepoint all the same."""
+    from tests.support.django_project.orders.tasks import send_receipt
+
+    order(mails, "0")
+    take_jobs()
+    with transaction.atomic(using=mails):
+        savepoint = transaction.savepoint(using=mails)
+        ref = send_receipt.using(outbox=mails).enqueue("1")
+        transaction.savepoint_rollback(savepoint, using=mails)
+    assert (waiting_ids(), rows(mails)) == ([], [])
+    with pytest.raises(UsageError, match="rolled back"):
+        ref.state()
+
+
 def test_a_transaction_sends_its_jobs_in_one_call_and_adds_two_queries(mails: str) -> None:
     from tests.support.django_project.orders.tasks import send_receipt
 
     order(mails, "0")
     take_jobs()
+    transaction.clean_savepoints(using=mails)
     calls: list[int] = []
     call = Producer.enqueue_identified
 
@@ -242,6 +260,24 @@ def test_a_deleted_queue_refuses_and_an_existing_id_with_refuse_too(mails: str) 
     assert "already has a job" in rows(mails)[1].error
 
 
+def test_an_absent_queue_is_created_by_a_process_that_has_imported_no_tasks(
+    mails: str, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as a shell, after Redis has lost its data."""
+    with failing_sends(DOWN):
+        order(mails, id="a", queue="shop")
+    with Redis.from_url(redis_url) as redis:
+        redis.flushall()
+    monkeypatch.setattr("forq.contrib.django.project._app", None)
+    monkeypatch.delitem(sys.modules, "tests.support.django_project.orders.tasks")
+    assert "shop" not in project_app().queue_names()
+    with monkeypatch.context() as patch:
+        patch.setattr("forq.contrib.django.project.discover_tasks", lambda: 1 // 0)
+        assert "manage.py check" in deliver(mails).stuck["shop"], "they cannot be imported: no reason to refuse"
+    assert deliver(mails) == Delivered(sent=1)
+    assert waiting_ids("shop") == ["a"]
+
+
 def test_a_full_queue_keeps_its_rows_waiting_and_the_others_go(mails: str) -> None:
     from tests.support.django_project.orders.tasks import send_receipt
 
@@ -268,6 +304,28 @@ def test_a_job_that_needs_a_replica_waits_for_one(mails: str) -> None:
     assert "no replica" in rows(mails)[0].error
     assert rows(mails)[0].epoch == ""
     assert issubclass(NoReplica, RedisUnavailable)
+
+
+def test_a_slow_replica_delays_only_the_queue_whose_jobs_need_it(mails: str) -> None:
+    """WAIT of Redis ends without an answer of a replica, which is not an outage of Redis."""
+    project_app().client.create_queue("shop")
+    with failing_sends(DOWN):
+        order(mails, "1", id="a", durable="replica")
+        order(mails, "2", id="b", queue="shop")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forq.broker.enqueue._check_has_replica", lambda *_: None)
+        patch.setattr("forq.broker.enqueue.WAIT_MS", 1)
+        done = deliver(mails)
+        assert (done.sent, list(done.stuck)) == (1, ["mails"])
+        assert waiting_ids("shop") == ["b"]
+        [row] = rows(mails)
+        assert (row.job_id, row.state, row.epoch != "") == ("a", "waiting", True), "the job is stored: the mark stays"
+        # Nor does a process that has committed take it for an outage.
+        project_app()._outboxes.clear()
+        order(mails, "3", id="c", durable="replica")
+        order(mails, "4", id="d", queue="shop")
+        assert waiting_ids("shop") == ["b", "d"]
+        assert waiting_ids() == ["a", "c"]
 
 
 def test_options_of_a_job_survive_the_outbox(mails: str) -> None:
@@ -410,6 +468,7 @@ def test_a_missing_table_names_the_command(project: None) -> None:
 
 
 def test_the_admin_shows_the_outbox_and_its_actions_decide(project: None) -> None:
+    from django.contrib.admin.models import CHANGE, DELETION, LogEntry
     from django.contrib.auth.models import User
     from django.test import Client
 
@@ -435,7 +494,65 @@ def test_the_admin_shows_the_outbox_and_its_actions_decide(project: None) -> Non
         chosen = {"action": action, "_selected_action": [entry.pk for entry in entries]}
         return browser.post("/admin/forq/outboxentry/", chosen, follow=True).content.decode()
 
-    assert "1 entries were discarded. Entries that wait cannot be discarded." in act("discard", refused, waiting)
-    assert "1 entries wait again and will be sent." in act("send_again", doubtful)
+    assert "Discarded 1 entry. Entries that wait cannot be discarded." in act("discard", refused, waiting)
+    assert "1 entry will be sent again." in act("send_again", doubtful, waiting)
+    log = [(entry.object_repr, entry.action_flag, entry.change_message) for entry in LogEntry.objects.order_by("pk")]
+    assert log == [
+        ("orders.send_receipt j1 in queue mails, refused", DELETION, "Discarded."),
+        ("orders.send_receipt j0 in queue mails, in doubt", CHANGE, "Sent again."),
+    ]
     assert deliver("default") == Delivered(sent=2)
     assert waiting_ids() == ["j0", "j2"]
+
+
+def test_the_page_of_a_row_cannot_save_it(project: None) -> None:
+    """A save would write back a mark that a delivery has changed, or a row that it has deleted."""
+    from django.contrib.auth.models import User
+    from django.test import Client
+
+    project_app().create_queue("mails")
+    with failing_sends(DOWN):
+        order("default", id="a")
+    browser = Client()
+    browser.force_login(User.objects.create_superuser("root"))
+    page = f"/admin/forq/outboxentry/{rows('default')[0].pk}/change/"
+    shown = browser.get(page).content.decode()
+    assert "orders.send_receipt" in shown
+    assert 'name="_save"' not in shown
+    assert browser.post(page, {"_save": "Save"}).status_code == 403
+    with CaptureQueriesContext(connections["default"]) as queries:
+        browser.get("/admin/forq/outboxentry/")
+    assert not any('"forq_outbox"."body"' in query["sql"] for query in queries), "the list reads no data"
+
+
+@pytest.mark.parametrize(
+    ("permissions", "actions"),
+    [
+        (["view"], set()),
+        (["change"], {"send_again"}),
+        (["view", "delete"], {"discard"}),
+        (["change", "delete"], {"send_again", "discard"}),
+    ],
+)
+def test_permissions_decide_about_the_actions(project: None, permissions: list[str], actions: set[str]) -> None:
+    from django.contrib.auth.models import Permission, User
+    from django.test import Client
+
+    project_app().create_queue("mails")
+    with failing_sends(DOWN):
+        order("default", id="a")
+    change_rows("default", state="refused")
+    user = User.objects.create(username="ann", is_staff=True)
+    codenames = [f"{name}_outboxentry" for name in permissions]
+    user.user_permissions.set(Permission.objects.filter(codename__in=codenames))
+    browser = Client()
+    browser.force_login(user)
+    page = browser.get("/admin/forq/outboxentry/")
+    assert page.status_code == 200
+    offered = {
+        name for name in ("send_again", "discard", "delete_selected") if f'value="{name}"' in page.content.decode()
+    }
+    assert offered == actions
+    for action in {"send_again", "discard"} - actions:
+        browser.post("/admin/forq/outboxentry/", {"action": action, "_selected_action": [rows("default")[0].pk]})
+    assert [row.state for row in rows("default")] == ["refused"]

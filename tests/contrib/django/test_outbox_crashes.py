@@ -8,7 +8,7 @@ import pytest
 from django.db import connections
 
 from forq.broker.enqueue import Producer
-from forq.contrib.django.outbox import Delivered, deliver, send_again
+from forq.contrib.django.outbox import Delivered, Outbox, deliver, send_again
 from forq.contrib.django.outbox_delivery import Delivery
 from forq.contrib.django.project import project_app
 from forq.errors import ForqError, OutcomeUnknown, RedisUnavailable, TooLate
@@ -221,6 +221,32 @@ def test_an_epoch_that_this_process_remembers_wrongly_stores_nothing(alias: str)
     assert (row.state, row.epoch) == ("waiting", "")
     order(alias, "2", id="b")
     assert take_jobs() == ["b"]
+    assert deliver(alias) == Delivered(sent=1)
+    assert take_jobs() == ["a"]
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_a_deliverer_that_flags_a_row_before_its_process_has_sent_it(alias: str, paused: bool) -> None:
+    """The row was written with an old epoch. Redis refuses the send, and nobody else has sent it: no doubt is left."""
+    order(alias, "0")
+    app = project_app()
+    take_jobs()
+    app.client.delete_queue("mails", force=True)
+    app.create_queue("mails")
+    flagged: list[Delivered] = []
+    send_committed = Outbox.send_committed
+
+    def deliver_first(self: Outbox, attempt: Any) -> None:
+        flagged.append(deliver(alias))
+        if paused:
+            self._paused_until = float("inf")
+        send_committed(self, attempt)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Outbox, "send_committed", deliver_first)
+        order(alias, "1", id="a")
+    assert flagged == [Delivered(in_doubt=1)]
+    assert [(row.state, row.epoch) for row in rows(alias)] == [("waiting", "")]
     assert deliver(alias) == Delivered(sent=1)
     assert take_jobs() == ["a"]
 

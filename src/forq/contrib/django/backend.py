@@ -22,6 +22,7 @@ from django.db import connections, transaction
 
 from forq.app.tasks import JobOptions, JobRef
 from forq.contrib.django.project import DjangoApp, discover_tasks, project_app
+from forq.contrib.django.refs import CommitRef
 from forq.contrib.django.task_framework import (
     BaseTaskBackend,
     InvalidTask,
@@ -118,8 +119,8 @@ class ForqBackend(BaseTaskBackend):
         return result
 
     def _report(self, result: ForqTaskResult, ref: JobRef[Any]) -> None:
-        # A job in an outbox is not in Redis yet.
-        identity = ref._identity
+        # Without delivering a row that is still in an outbox: Redis may be down.
+        identity = ref._sent_identity if isinstance(ref, CommitRef) else ref._identity
         change(result, enqueued_at=now() if identity is None else to_datetime(int(identity.enqueued_us) / 1e6))
         # The job is stored: a receiver that fails must not make the caller think that it is not. Django logs its error.
         task_enqueued.send_robust(sender=type(self), task_result=result)
@@ -139,7 +140,12 @@ class ForqBackend(BaseTaskBackend):
         call = Call(job["data"])
         if call.backend != self.alias:
             raise unknown
-        return result_of_job(job, call.task(of_app.defined, queue), call)
+        try:
+            task = call.task(of_app.defined, queue)
+        except (TypeError, ValueError, InvalidTask):
+            # The framework refuses its options, or QUEUES does not have its queue.
+            raise unknown from None
+        return result_of_job(job, task, call)
 
     def check(self, **kwargs: Any) -> Iterable[checks.CheckMessage]:
         """Django's system checks."""

@@ -186,6 +186,8 @@ class _Attempt:
         self.delivery = outbox.new_delivery()
         self.callbacks: list[_AtCommit] = []
         self.ran = False
+        # Keys of rows of savepoints that were rolled back.
+        self.rolled_back: set[str] = set()
 
     def run(self) -> None:
         if self.ran:
@@ -200,13 +202,16 @@ class _Attempt:
     def committed(self) -> "list[OutboxEntry]":
         """Its rows, without those of savepoints that were rolled back."""
         rows = [row for callback in self.callbacks for row in callback.rows]
-        if len(self.callbacks) == 1:
+        # Django calls a callback of a savepoint that transaction.savepoint_rollback has rolled back. It counts the
+        # savepoints that this thread has made.
+        if len(self.callbacks) == 1 and not connections[self.outbox.alias].savepoint_state:
             return rows
         from forq.contrib.django.outbox_model import OutboxEntry
 
-        found = OutboxEntry.objects.using(self.outbox.alias).filter(key__in=[row.key for row in rows])
-        keys = set(found.values_list("key", flat=True))
-        return [row for row in rows if row.key in keys]
+        keys = {row.key for row in rows}
+        found = OutboxEntry.objects.using(self.outbox.alias).filter(key__in=keys)
+        self.rolled_back = keys.difference(found.values_list("key", flat=True))
+        return [row for row in rows if row.key not in self.rolled_back]
 
 
 class _AtCommit:
@@ -220,9 +225,10 @@ class _AtCommit:
         attempt.callbacks.append(self)
 
     def __call__(self) -> None:
-        for ref in self.refs:
-            ref._set_committed()
         self.attempt.run()
+        for ref in self.refs:
+            if ref.key not in self.attempt.rolled_back:
+                ref._set_committed()
 
     def is_open(self) -> bool:
         """Whether the transaction may still commit."""

@@ -3,6 +3,8 @@
 from typing import Any
 
 from django.contrib import admin, messages
+from django.contrib.admin.models import CHANGE, DELETION, LogEntry
+from django.contrib.admin.options import get_content_type_for_model
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 
@@ -33,7 +35,8 @@ class OutboxAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # it is generic 
         return "default" if settings is None else settings.databases[0]
 
     def get_queryset(self, request: HttpRequest) -> "QuerySet[OutboxEntry]":
-        return OutboxEntry.objects.using(self.alias).order_by(*self.ordering)
+        # The page of a row loads its data: those of all rows of the list would be too much.
+        return OutboxEntry.objects.using(self.alias).defer("body").order_by(*self.ordering)
 
     @admin.display(description="error")
     def short_error(self, entry: OutboxEntry) -> str:
@@ -54,22 +57,52 @@ class OutboxAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # it is generic 
     def has_add_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         return False
 
+    def has_change_permission(self, request: HttpRequest, obj: Any = None) -> bool:
+        """For the actions. Saving a row would undo what a delivery does to it at the same time."""
+        return obj is None and super().has_change_permission(request)
+
     def has_delete_permission(self, request: HttpRequest, obj: Any = None) -> bool:
         """A row that waits may be on its way. The action discards the others."""
         return False
 
-    def get_actions(self, request: HttpRequest) -> dict[str, Any]:
-        """For users who may change entries."""
-        return super().get_actions(request) if self.has_change_permission(request) else {}
+    def has_discard_permission(self, request: HttpRequest) -> bool:
+        return super().has_delete_permission(request)
 
-    @admin.action(description="Send again (a job in doubt may run twice)")
+    @admin.action(description="Send again (a job in doubt may run twice)", permissions=["change"])
     def send_again(self, request: HttpRequest, entries: "QuerySet[OutboxEntry]") -> None:
-        count = send_again(self.alias, list(entries.values_list("pk", flat=True)))
-        self.message_user(request, f"{count} entries wait again and will be sent.", messages.SUCCESS)
+        flagged = _flagged(entries)
+        count = send_again(self.alias, [entry.pk for entry in flagged])
+        _log(request, CHANGE, "Sent again.", flagged)
+        self.message_user(request, f"{_entries(count)} will be sent again.", messages.SUCCESS)
 
-    @admin.action(description="Discard (in doubt and refused ones)")
+    @admin.action(description="Discard (in doubt and refused ones)", permissions=["discard"])
     def discard(self, request: HttpRequest, entries: "QuerySet[OutboxEntry]") -> None:
-        chosen = list(entries.values_list("pk", flat=True))
-        count = discard(self.alias, chosen)
-        left = "" if count == len(chosen) else " Entries that wait cannot be discarded."
-        self.message_user(request, f"{count} entries were discarded.{left}", messages.SUCCESS)
+        chosen, flagged = entries.count(), _flagged(entries)
+        count = discard(self.alias, [entry.pk for entry in flagged])
+        _log(request, DELETION, "Discarded.", flagged)
+        left = "" if count == chosen else " Entries that wait cannot be discarded."
+        self.message_user(request, f"Discarded {_entries(count)}.{left}", messages.SUCCESS)
+
+
+def _entries(count: int) -> str:
+    return "1 entry" if count == 1 else f"{count} entries"
+
+
+def _flagged(entries: "QuerySet[OutboxEntry]") -> list[OutboxEntry]:
+    return list(entries.exclude(state=OutboxEntry.WAITING))
+
+
+def _log(request: HttpRequest, action: int, text: str, entries: list[OutboxEntry]) -> None:
+    """Entries of the admin's history: who has decided about which job."""
+    content_type = get_content_type_for_model(OutboxEntry)
+    LogEntry.objects.bulk_create(
+        LogEntry(
+            user_id=request.user.pk,
+            content_type_id=content_type.pk,
+            object_id=str(entry.pk),
+            object_repr=f"{entry} in queue {entry.queue}, {entry.state}"[:200],
+            action_flag=action,
+            change_message=text,
+        )
+        for entry in entries
+    )

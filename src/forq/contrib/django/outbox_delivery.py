@@ -20,7 +20,6 @@ from django.db import connections, transaction
 from django.db.models import Q, QuerySet
 from django.utils import timezone
 
-from forq.app.app import App
 from forq.broker.enqueue import JobIdentity, Producer, Repeatable, TokenTerms, Update, chunks
 from forq.broker.link import CallNotAllowed
 from forq.client import Client
@@ -43,6 +42,7 @@ from forq.job import new_id
 
 if TYPE_CHECKING:
     from forq.contrib.django.outbox_model import OutboxEntry
+    from forq.contrib.django.project import DjangoApp
 
 log = logging.getLogger("forq.outbox")
 
@@ -73,7 +73,7 @@ class Delivered:
 class Delivery:
     """One attempt to deliver some rows of one database."""
 
-    def __init__(self, app: App, alias: str, client: Client) -> None:
+    def __init__(self, app: "DjangoApp", alias: str, client: Client) -> None:
         from forq.contrib.django.outbox_model import OutboxEntry
 
         self.attempt = new_id()
@@ -129,8 +129,19 @@ class Delivery:
         try:
             return producer.token_terms()
         except UnknownQueue:
+            self._import_tasks()
             self._app.create_absent_queue(queue)
             return producer.token_terms()
+
+    def _import_tasks(self) -> None:
+        """They declare the queues, and a shell or a web server need not have imported all of them."""
+        from forq.contrib.django.project import discover_tasks, register_framework_tasks
+
+        try:
+            discover_tasks()
+            register_framework_tasks(self._app)
+        except Exception as exc:
+            raise ForqError(f"cannot import the tasks of this project; run: manage.py check ({exc!r})") from exc
 
     def mark(self, keys: Mapping[str, Sequence[str]], *, wait: bool = False) -> None:
         """Committed when it returns. Each statement holds its own conditions, for databases without row locks."""
@@ -174,7 +185,11 @@ class Delivery:
         except OutcomeUnknown as exc:
             # The marks stay.
             log.warning("the outcome of sending %d jobs of queue %s is unknown: %s", len(rows), queue, exc)
-            self.failure = exc
+            if rows[0].durable:
+                # Perhaps only a replica is slow. Jobs that need none must not wait for it.
+                self._stop_queue(queue, exc)
+            else:
+                self.failure = exc
         except NoReplica as exc:
             self.clear(rows, exc)
             self._stop_queue(queue, exc)
@@ -227,8 +242,10 @@ class Delivery:
         """Nothing of this attempt was stored: takes its marks back. A mark of another attempt stays, and so does one
         that another attempt has used since."""
         text = {} if failure is None else {"error": str(failure)}
-        mine = self._rows(key__in=[row.key for row in rows], marked_by=self.attempt, attempt=self.attempt)
-        mine.update(**UNMARKED, **text)
+        mine = self._every_row(key__in=[row.key for row in rows], marked_by=self.attempt, attempt=self.attempt)
+        # A deliverer has flagged a row that was written with an old epoch, before this process could send it.
+        mine.filter(state=self._model.IN_DOUBT).update(state=self._model.WAITING, error="")
+        mine.filter(state=self._model.WAITING).update(**UNMARKED, **text)
 
     def _doubt(self, rows: "QuerySet[OutboxEntry]", queue: str) -> None:
         error = (

@@ -93,8 +93,11 @@ class _SendAtCommit:
         return any(entry[1] is self for entry in self._connection.run_on_commit)
 
     def _not_sent(self, exc: ForqError) -> NotSent:
-        first, more = self.refs[0], f" and {len(self.refs) - 1} others" if len(self.refs) > 1 else ""
-        fate = "may not have been sent" if isinstance(exc, OutcomeUnknown) else "was not sent"
+        first, others = self.refs[0], len(self.refs) - 1
+        more = f" and {others} other{'s' if others > 1 else ''}" if others else ""
+        # Several jobs may take several calls, of which the first ones have succeeded.
+        is_certain = not others and not isinstance(exc, OutcomeUnknown)
+        fate = "was not sent" if is_certain else "may not have been sent"
         return NotSent(
             f"the transaction of database {self._alias!r} has been committed, but job {first.id!r} of task "
             f"{first._task.name!r}{more} {fate}: {exc}. Later on_commit callbacks of the transaction were not called. "

@@ -9,6 +9,7 @@ class Migration(migrations.Migration):
             [("reference", models.CharField(max_length=240, primary_key=True, serialize=False))],
             options={
                 "managed": False,
+                "base_manager_name": "objects",
                 "verbose_name": "dead job",
                 "default_permissions": ("view", "change", "delete"),
             },

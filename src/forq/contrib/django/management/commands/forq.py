@@ -35,12 +35,15 @@ class Command(BaseCommand):
         commands.add_parser("tasks", help="show the tasks, queues and schedules of this project")
 
     def handle(self, *_: Any, **options: Any) -> None:
+        arguments, folders = _split_django_options(options.get("arguments", []))
+        if options.get("pythonpath"):
+            folders.append(options["pythonpath"])
         try:
             match options["command"]:
                 case "run":
-                    self._run(_without_django_options(options["arguments"]))
+                    self._run(arguments, folders)
                 case "status":
-                    _become("forq.ctl.main", "status", *_without_django_options(options["arguments"]))
+                    _become(folders, "forq.ctl.main", "status", *arguments)
                 case "create":
                     self._create()
                 case "tasks":
@@ -49,7 +52,7 @@ class Command(BaseCommand):
         except ForqError as exc:
             raise CommandError(str(exc), returncode=exc.exit_code) from exc
 
-    def _run(self, arguments: Sequence[str]) -> NoReturn:
+    def _run(self, arguments: Sequence[str], folders: Sequence[str]) -> NoReturn:
         root = _project_directory()
         if "--reload" in arguments and not root.is_relative_to(Path.cwd()):
             raise CommandError(
@@ -59,7 +62,7 @@ class Command(BaseCommand):
         app = project_app()
         # In the environment: other users can read the arguments of a process, and a URL may contain a password.
         os.environ |= {name: value for name, value in (("FORQ_REDIS", app._url), ("FORQ_PREFIX", app._prefix)) if value}
-        _become("forq.cli", "run", "--app", WORKER_PATH, *arguments)
+        _become(folders, "forq.cli", "run", "--app", WORKER_PATH, *arguments)
 
     def _create(self) -> None:
         discover_tasks()
@@ -68,11 +71,15 @@ class Command(BaseCommand):
             self.stdout.write(f"{name}: {'created' if app.create_queue(name) else 'exists'}")
 
 
-def _become(module: str, *arguments: str) -> NoReturn:
-    """Replaces this process: signals, messages to systemd and the exit code are those of the other program."""
+def _become(folders: Sequence[str], module: str, *arguments: str) -> NoReturn:
+    """Replaces this process: signals, messages to systemd and the exit code are those of the other program.
+
+    `folders`: of --pythonpath.
+    """
     if not os.environ.get("DJANGO_SETTINGS_MODULE"):
         raise CommandError("DJANGO_SETTINGS_MODULE is not set, but workers need it; export it, or pass --settings")
-    paths = [str(_project_directory()), *filter(None, [os.environ.get("PYTHONPATH")])]
+    absolute = [str(Path(folder).resolve()) for folder in folders]
+    paths = [*absolute, str(_project_directory()), *filter(None, [os.environ.get("PYTHONPATH")])]
     os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -91,13 +98,17 @@ def _project_directory() -> Path:
     return folder.joinpath(*[".."] * name.count(".")).resolve()
 
 
-def _without_django_options(arguments: Sequence[str]) -> list[str]:
+def _split_django_options(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The arguments of the other program, and the folders of --pythonpath."""
     kept: list[str] = []
+    folders: list[str] = []
     rest = iter(arguments)
     for argument in rest:
-        name, _, value = argument.partition("=")
+        name, has_value, value = argument.partition("=")
         if name not in _OF_DJANGO:
             kept.append(argument)
-        elif not value:
-            next(rest, None)
-    return kept
+            continue
+        given = value if has_value else next(rest, "")
+        if name == "--pythonpath" and given:
+            folders.append(given)
+    return kept, folders
