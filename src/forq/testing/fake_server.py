@@ -1,5 +1,5 @@
-"""fakeredis in place of a server, in this process. forq's library runs in it; all code above the connection is the
-production code.
+"""fakeredis in place of a server, in this process, with a clock that tests move. forq's library runs in it; all code
+above the connection is the production code.
 
 1. Each server has its own URL; while it is installed, connections of forq to this URL reach it.
 2. A connection answers each command before `send` returns, so nothing waits.
@@ -14,8 +14,9 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import fakeredis
@@ -26,10 +27,75 @@ from redis.exceptions import ResponseError
 from forq.broker import link, pubsub
 from forq.broker.async_connection import AsyncConnection, wait_for
 from forq.broker.connection import pack
+from forq.errors import UsageError
 from forq.redis_url import Address
-from forq.testing.clock import Clock
+from forq.values import shown
 
 _numbers = itertools.count(1)
+_SECOND_US = 1_000_000
+
+
+class Clock:
+    """Runs with the system's clock, plus what tests have added."""
+
+    def __init__(self) -> None:
+        self._ahead_us = 0
+        self._last_us = 0
+        self._lock = threading.Lock()
+        # May refuse that; returns a function that is called afterwards.
+        self.before_going_back: Callable[[], Callable[[], None]] | None = None
+
+    def now(self) -> datetime:
+        """The time, in UTC."""
+        return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self._now_us())
+
+    def tick(self, seconds: float | timedelta) -> datetime:
+        """Moves the clock ahead; returns the new time. Jobs that become due run with the next `run_all`."""
+        ahead = seconds if isinstance(seconds, timedelta) else timedelta(seconds=_number(seconds))
+        if ahead < timedelta(0):
+            raise UsageError(f"tick({shown(seconds)}) is not allowed: seconds from 0; to go back: clock.set(WHEN)")
+        self._ahead_us += ahead // timedelta(microseconds=1)
+        return self.now()
+
+    def set(self, when: datetime | float) -> datetime:
+        """Sets the clock to a time (a datetime with a time zone, or epoch seconds); returns it. It may go back while
+        there are no jobs; schedules then start anew."""
+        if isinstance(when, datetime):
+            if when.tzinfo is None:
+                raise UsageError(f"set({when!r}) is not allowed: a datetime needs a time zone, such as tzinfo=UTC")
+            wanted_us = (when - datetime.fromtimestamp(0, UTC)) // timedelta(microseconds=1)
+        else:
+            wanted_us = round(_number(when) * _SECOND_US)
+        ahead_us, back = wanted_us - self._now_us(), None
+        if ahead_us < 0 and self.before_going_back is not None:
+            back = self.before_going_back()
+        self._ahead_us += ahead_us
+        if back is not None:
+            back()
+        return self.now()
+
+    def _next_us(self) -> int:
+        """For one command of the fake server. Grows with each call, because forq distinguishes jobs with the same id by
+        their times, also if a test has frozen the system's clock."""
+        with self._lock:
+            now_us = self._now_us()
+            if now_us <= self._last_us < now_us + _SECOND_US:
+                now_us = self._last_us + 1
+            self._last_us = now_us
+            return now_us
+
+    def _now_us(self) -> int:
+        # Not time_ns, which libraries that freeze the time may leave alone.
+        return round(time.time() * _SECOND_US) + self._ahead_us
+
+    def __repr__(self) -> str:
+        return f"<clock {self.now().isoformat(timespec='milliseconds')}>"
+
+
+def _number(given: object) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float):
+        raise UsageError(f"{shown(given)} is not allowed: a number of seconds")
+    return float(given)
 
 
 class FakeServer:
