@@ -15,7 +15,7 @@ import pytest
 
 import forq
 from forq import testing
-from forq.errors import CannotImport, UnknownJob, UsageError, WaitTimeout
+from forq.errors import CannotImport, RedisUnavailable, UnknownJob, UsageError, WaitTimeout
 from forq.testing import LimitReached, Memory
 from tests.support.drive.wait import wait_until
 from tests.testing import examples
@@ -402,6 +402,40 @@ def test_contexts_can_be_nested() -> None:
             inner.run_all()
         assert [job.args["to"] for job in outer.jobs()] == ["outer", "outer too"]
         assert len(outer.run_all()) == 2
+
+
+def test_a_client_that_was_made_in_one_memory_reaches_the_next() -> None:
+    """User code may make a client at its first call and keep it, and an app that was not passed does so."""
+    other = forq.App("other")
+    with testing.memory(app):
+        kept = forq.Client()
+        kept.create_queue("raw").enqueue(1)
+        other.client.create_queue("other").enqueue(1)
+    with pytest.raises(RedisUnavailable, match=r"made inside of forq.testing.memory\(\), which has ended; use it"):
+        kept.queues()
+    with testing.memory(app) as memory:
+        kept.create_queue("raw").enqueue(2)
+        other.client.create_queue("other").enqueue(2)
+        assert [(job.queue, job.data) for job in memory.jobs()] == [("other", 2), ("raw", 2)]
+
+
+def test_a_forked_process_is_refused(memory: Memory) -> None:
+    """It would have a copy, and its jobs would be lost."""
+    send.enqueue("a")
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            send.enqueue("b")
+        except RedisUnavailable as exc:
+            os.write(writing, str(exc).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        assert f"jobs in memory exist only in process {os.getpid()}, and this is process {pid}" in said.read()
+    os.waitpid(pid, 0)
+    assert len(memory.run_all()) == 1
 
 
 def test_nothing_of_forq_stays_patched() -> None:

@@ -1,7 +1,8 @@
 """fakeredis in place of a server, in this process, with a clock that tests move. forq's library runs in it; all code
 above the connection is the production code.
 
-1. Each server has its own URL; while it is installed, connections of forq to this URL reach it.
+1. Each server has its own URL; while it is installed, connections of forq to this URL reach it. A later server gets the
+   URL again, so that clients that user code made in one test and keeps reach the server of the next test.
 2. A connection answers each command before `send` returns, so nothing waits.
 3. Commands see the time of the server's clock. Other users of fakeredis see the system's time.
 4. Differences between fakeredis and a server are corrected in `_Socket`.
@@ -11,6 +12,7 @@ import asyncio
 import itertools
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -31,7 +33,6 @@ from forq.errors import UsageError
 from forq.redis_url import Address
 from forq.values import shown
 
-_numbers = itertools.count(1)
 _SECOND_US = 1_000_000
 
 
@@ -101,7 +102,8 @@ def _number(given: object) -> float:
 class FakeServer:
     def __init__(self, clock: Clock | None = None) -> None:
         # The top-level domain .invalid never resolves: another process that gets this URL fails at once.
-        self.url = f"redis://forq-memory-{next(_numbers)}.invalid"
+        self.url = _take_url()
+        self.pid = os.getpid()
         self.clock = clock or Clock()
         self.state = fakeredis.FakeServer(version=(7,))
 
@@ -122,8 +124,22 @@ class FakeServer:
 
 
 _installed: dict[str, FakeServer] = {}
+_taken_urls: set[str] = set()
 _installing = threading.Lock()
 _connect_to_others = link.connect
+_URL = re.compile(r"redis://forq-memory-\d+\.invalid")
+_ENDED = (
+    "this client was made inside of forq.testing.memory(), which has ended; use it inside of memory() (the fixture "
+    "forq_memory), or make it outside and pass it: memory(app, client)"
+)
+
+
+def _take_url() -> str:
+    with _installing:
+        urls = (f"redis://forq-memory-{number}.invalid" for number in itertools.count(1))
+        url = next(url for url in urls if url not in _taken_urls)
+        _taken_urls.add(url)
+        return url
 
 
 def _install(server: FakeServer) -> None:
@@ -137,6 +153,7 @@ def _install(server: FakeServer) -> None:
 def _uninstall(server: FakeServer) -> None:
     with _installing:
         del _installed[server.url]
+        _taken_urls.discard(server.url)
         if not _installed:
             _replace_connect(_connect_to_others)
             _replace_time(_time, time)
@@ -158,10 +175,22 @@ def _connect(
     connect_timeout_seconds: float = link.CONNECT_TIMEOUT_SECONDS,
     kind: "type[Any] | None" = None,
 ) -> Any:
-    server = _installed.get(address.url)
-    if server is None:
+    if not _URL.fullmatch(address.url):
         return _connect_to_others(address, name, timeout_seconds, connect_timeout_seconds, kind)
+    server = _server_at(address.url)
     return _Connection(server) if kind is None or not issubclass(kind, AsyncConnection) else _AsyncConnection(server)
+
+
+def _server_at(url: str) -> FakeServer:
+    server = _installed.get(url)
+    if server is None:
+        raise ConnectionError(_ENDED)
+    if server.pid != os.getpid():
+        raise ConnectionError(
+            f"jobs in memory exist only in process {server.pid}, and this is process {os.getpid()}, forked from it; "
+            "use forq.testing.server() (the fixture forq_server)"
+        )
+    return server
 
 
 class _Now(threading.local):
@@ -261,11 +290,15 @@ class _Connection:
 
     def __init__(self, server: FakeServer) -> None:
         self.socket = _Socket(server)
+        self._url = server.url
 
     def is_closed(self) -> bool:
         return self.socket.responses is None
 
     def send(self, command: tuple[Any, ...]) -> None:
+        if self.socket.responses is None:
+            # Its server is gone. The next one may be there.
+            self.socket = _Socket(_server_at(self._url))
         self.socket.sendall(pack(command))
 
     def send_many(self, commands: Sequence[tuple[Any, ...]]) -> None:
