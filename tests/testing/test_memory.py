@@ -6,7 +6,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
 from unittest.mock import ANY
 
@@ -120,6 +120,16 @@ def test_ctrl_c_in_a_job_is_always_raised(memory: Memory) -> None:
     examples.interrupt.enqueue()
     with pytest.raises(KeyboardInterrupt):
         memory.run_all(raises=False)
+
+
+@pytest.mark.parametrize("end", [pytest.fail, pytest.skip])
+def test_what_pytest_raises_in_a_job_is_always_raised(memory: Memory, end: Callable[[str], None]) -> None:
+    """pytest-timeout fails the test that way: it must not pass instead."""
+    with testing.memory(handlers={"slow": lambda data, job: end("too long")}) as slow:
+        slow.client.queue("slow").enqueue(1)
+        with pytest.raises((pytest.fail.Exception, pytest.skip.Exception), match="too long"):
+            slow.run_all(raises=False)
+        assert slow.jobs()[0].state == "scheduled"
 
 
 def test_endless_jobs_reach_the_limit(memory: Memory) -> None:

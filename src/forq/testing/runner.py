@@ -14,6 +14,7 @@ test's event loop.
 import asyncio
 import logging
 import os
+import sys
 import threading
 import time
 from asyncio import AbstractEventLoop
@@ -200,14 +201,14 @@ class _Process:
                 self._lifespans[id(app)] = lifespans
 
     def raise_errors(self, raises: bool) -> None:
-        """Raises what interrupted this thread, and with `raises` the exception of the last attempt."""
+        """Raises what interrupted the test, and with `raises` the exception of the last attempt."""
         if self.loop.interrupted is not None:
             raise self.loop.interrupted
         last = self.ran[-1] if self.ran else None
         if last is None or last.error is None:
             return
         wanted = raises and not issubclass(type(last.error), Reschedule)
-        if wanted or isinstance(last.error, KeyboardInterrupt):
+        if wanted or isinstance(last.error, KeyboardInterrupt | _pytest_outcome()):
             raise last.error
 
     def close(self) -> None:
@@ -400,6 +401,13 @@ def _limit_reached(ran: Sequence[Attempt], limit: int) -> LimitReached:
         f"{limit} jobs have run and more are due; of the last {len(ran[-100:])}: {last}. Does a job enqueue itself, or "
         f"snooze for 0 seconds? If not: run_all(limit={10 * limit})"
     )
+
+
+def _pytest_outcome() -> type[BaseException]:
+    """The base class of what pytest.fail and pytest.skip raise. pytest-timeout raises it in the job that runs."""
+    outcomes = sys.modules.get("_pytest.outcomes")
+    found: type[BaseException] = getattr(outcomes, "OutcomeException", KeyboardInterrupt)
+    return found
 
 
 def _ignore(_: object) -> None:
