@@ -239,6 +239,25 @@ def test_a_wait_that_would_never_end_says_so_at_once(memory: Memory) -> None:
     asyncio.run(wait())
 
 
+def test_a_wait_for_a_job_that_is_not_due_says_when_it_is(memory: Memory) -> None:
+    later, failed = send.using(run_in=3600).enqueue("a"), send.enqueue("nobody")
+    memory.run_all(raises=False)
+    with pytest.raises(WaitTimeout, match=r"is scheduled for 2.*\+00:00: move the clock, clock.tick\(SECONDS\), then"):
+        later.result()
+    with pytest.raises(WaitTimeout, match=r"is scheduled for 2.*\+00:00, after 1 failed attempt: move the clock"):
+        failed.result()
+
+    async def wait() -> None:
+        with pytest.raises(WaitTimeout, match="move the clock"):
+            await later.aresult()
+        await app.async_client.aclose()
+
+    asyncio.run(wait())
+    memory.clock.tick(3600)
+    with pytest.raises(WaitTimeout, match=r"call run_all\(\) first"):
+        later.result()
+
+
 @pytest.mark.parametrize("task", [examples.wait_for_other, examples.await_other])
 def test_a_job_that_waits_for_another_fails_at_once(memory: Memory, task: forq.app.tasks.Task[[], object]) -> None:
     task.enqueue()

@@ -27,7 +27,7 @@ except ImportError as missing:
 
 CHECK_SECONDS = 0.02
 
-_places: dict[str, InThread] = {}
+_places: dict[str, "Memory"] = {}
 _lock = threading.Lock()
 _wait = result_wait._wait_for_message
 _async_wait = async_client._wait_for_message
@@ -86,7 +86,7 @@ def memory(
 
 
 @contextmanager
-def answer_waits(place: InThread) -> Iterator[None]:
+def answer_waits(place: Memory) -> Iterator[None]:
     with _lock:
         if not _places:
             _replace(_check_wait, _check_async_wait, _check_wait_for_many, _check_async_wait_for_many)
@@ -139,7 +139,7 @@ async def _check_async_wait_for_many(wait: Any, listeners: Any, arrived: asyncio
     await _async_wait_for_many(wait, listeners, arrived)
 
 
-def _places_of(wait: Any) -> tuple[InThread, str] | None:
+def _places_of(wait: Any) -> tuple[Memory, str] | None:
     """The first memory that has jobs to wait for, and those jobs."""
     if any(server.some_are_due() for server in wait.servers):
         return None
@@ -150,8 +150,18 @@ def _places_of(wait: Any) -> tuple[InThread, str] | None:
     return None
 
 
-def _raise_if_idle(place: InThread, what: str) -> None:
+def _raise_if_idle(place: Memory, what: str) -> None:
     if place._runner.thread is None:
+        job = next(
+            (job for job in place.jobs(state="scheduled") if what == f"job {job.id!r} of queue {job.queue!r}"), None
+        )
+        if job is not None and job.run_at is not None and job.run_at > place.clock.now():
+            times = len(job.attempts)
+            failed = f", after {times} failed attempt{'s' * (times > 1)}" if times else ""
+            raise WaitTimeout(
+                f"{what} is scheduled for {job.run_at.isoformat(timespec='seconds')}{failed}: move the clock, "
+                "clock.tick(SECONDS), then call run_all(), or await arun_all()"
+            )
         raise WaitTimeout(
             f"{what} has not ended, and nothing runs jobs here: call run_all() first, or await arun_all()"
         )
