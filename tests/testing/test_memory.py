@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from unittest.mock import ANY
 
@@ -385,6 +386,26 @@ def test_a_lifespan_that_fails_is_raised_and_the_job_stays(memory: Memory) -> No
         with pytest.raises(CannotImport, match=r"the lifespan no_database of app 'broken' failed: .*no database"):
             broken.run_all()
         assert (ref.state(), seen) == ("waiting", [])
+
+
+def test_a_lifespan_that_fails_at_its_end_fails_the_test(memory: Memory) -> None:
+    with testing.memory(examples.ending) as ending:
+        for raised, raises, expected in [
+            (
+                OSError("still open"),
+                True,
+                "the lifespan cannot_end of app 'ending' failed at its end: OSError: still open",
+            ),
+            (OSError("still open"), False, None),
+            (KeyboardInterrupt("ctrl-c"), False, "ctrl-c"),
+        ]:
+            ref = examples.end.enqueue()
+            seen.append(raised)
+            with (
+                nullcontext() if expected is None else pytest.raises((CannotImport, KeyboardInterrupt), match=expected)
+            ):
+                ending.run_all(raises=raises)
+            assert ref.state() == "gone"
 
 
 def test_progress_is_stored_at_once(memory: Memory) -> None:

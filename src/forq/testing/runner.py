@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from forq.broker.async_connection import wait_for
 from forq.broker.claim import Consumer, Limits, report_progress
@@ -40,7 +40,7 @@ from forq.workers.event_loop import Advance, Cancelled, Chain, EventLoop, Run
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
 from forq.workers.job_log import FailedAttempt, JobLog, JobLogEntry
-from forq.workers.lifespan import Lifespans
+from forq.workers.lifespan import LifespanFailed, Lifespans
 from forq.workers.loop import TurnNumbers, WorkerLoop
 from forq.workers.recycling import Recycling
 
@@ -121,7 +121,12 @@ class JobRunner:
                     raise _limit_reached(process.ran, limit)
         finally:
             self.thread = None
-            process.close()
+            failures = process.close()
+        for failed in failures:
+            if _interrupts(failed.__cause__):
+                raise failed.__cause__
+            if raises:
+                raise failed
         return process.ran
 
 
@@ -197,7 +202,12 @@ class _Process:
             if id(app) not in self._lifespans:
                 lifespans = Lifespans(app.lifespans, self.loop, _ignore)
                 with self.loop.hidden():
-                    lifespans.enter()
+                    try:
+                        lifespans.enter()
+                    except LifespanFailed as failed:
+                        if _interrupts(failed.__cause__):
+                            raise failed.__cause__ from None
+                        raise
                 self._lifespans[id(app)] = lifespans
 
     def raise_errors(self, raises: bool) -> None:
@@ -208,16 +218,19 @@ class _Process:
         if last is None or last.error is None:
             return
         wanted = raises and not issubclass(type(last.error), Reschedule)
-        if wanted or isinstance(last.error, KeyboardInterrupt | _pytest_outcome()):
+        if wanted or _interrupts(last.error):
             raise last.error
 
-    def close(self) -> None:
+    def close(self) -> list[LifespanFailed]:
+        """Leaves the lifespans, and returns the failures of that."""
+        failures = []
         for workers in self._workers.values():
             workers.close()
         with self.loop.hidden():
             for lifespans in reversed(self._lifespans.values()):
-                lifespans.leave()
+                failures += lifespans.leave()
         self.loop.close()
+        return failures
 
 
 class _QueueWorkers:
@@ -403,11 +416,10 @@ def _limit_reached(ran: Sequence[Attempt], limit: int) -> LimitReached:
     )
 
 
-def _pytest_outcome() -> type[BaseException]:
-    """The base class of what pytest.fail and pytest.skip raise. pytest-timeout raises it in the job that runs."""
+def _interrupts(exc: BaseException | None) -> TypeGuard[BaseException]:
+    """Ctrl-C, or what pytest.fail and pytest.skip raise. pytest-timeout raises that in the job that runs."""
     outcomes = sys.modules.get("_pytest.outcomes")
-    found: type[BaseException] = getattr(outcomes, "OutcomeException", KeyboardInterrupt)
-    return found
+    return isinstance(exc, KeyboardInterrupt | getattr(outcomes, "OutcomeException", KeyboardInterrupt))
 
 
 def _ignore(_: object) -> None:
