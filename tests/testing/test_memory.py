@@ -200,6 +200,13 @@ def test_wrong_times_are_refused(memory: Memory) -> None:
         memory.clock.set(datetime(2026, 1, 1))
     with pytest.raises(UsageError, match="a number of seconds"):
         memory.clock.tick("1m")  # type: ignore[arg-type]
+    for wrong in (float("nan"), float("inf"), 1e30):
+        with pytest.raises(UsageError, match="a number of seconds"):
+            memory.clock.tick(wrong)
+    for far in (datetime.max.replace(tzinfo=UTC), -1):
+        with pytest.raises(UsageError, match="the years 1970 to 2999"):
+            memory.clock.set(far)
+    assert abs(memory.clock.now() - datetime.now(UTC)) < timedelta(minutes=1), "it has not moved"
 
 
 def test_user_code_and_other_users_of_fakeredis_keep_the_real_time(memory: Memory) -> None:
@@ -467,6 +474,17 @@ def test_a_client_that_was_made_in_one_memory_reaches_the_next() -> None:
         kept.create_queue("raw").enqueue(2)
         other.client.create_queue("other").enqueue(2)
         assert [(job.queue, job.data) for job in memory.jobs()] == [("other", 2), ("raw", 2)]
+
+
+def test_a_memory_that_has_ended_refuses_all_calls() -> None:
+    with testing.memory(app) as ended:
+        pass
+    with testing.memory(app) as memory:
+        send.enqueue("a")
+        for call in (ended.jobs, ended.run_all, ended.clear, lambda: ended.queue("mails")):
+            with pytest.raises(UsageError, match="has ended: use it inside of its with block"):
+                call()
+        assert len(memory.jobs()) == 1
 
 
 def test_a_forked_process_is_refused(memory: Memory) -> None:

@@ -34,6 +34,8 @@ from forq.redis_url import Address
 from forq.values import shown
 
 _SECOND_US = 1_000_000
+# Of the year 3000.
+_END_SECONDS = 32_503_680_000
 
 
 class Clock:
@@ -52,11 +54,10 @@ class Clock:
 
     def tick(self, seconds: float | timedelta) -> datetime:
         """Moves the clock ahead; returns the new time. Jobs that become due run with the next `run_all`."""
-        ahead = seconds if isinstance(seconds, timedelta) else timedelta(seconds=_number(seconds))
+        ahead = seconds if isinstance(seconds, timedelta) else timedelta(seconds=_seconds(seconds))
         if ahead < timedelta(0):
             raise UsageError(f"tick({shown(seconds)}) is not allowed: seconds from 0; to go back: clock.set(WHEN)")
-        self._ahead_us += ahead // timedelta(microseconds=1)
-        return self.now()
+        return self._move(ahead // timedelta(microseconds=1), seconds)
 
     def set(self, when: datetime | float) -> datetime:
         """Sets the clock to a time (a datetime with a time zone, or epoch seconds); returns it. It may go back while
@@ -66,13 +67,19 @@ class Clock:
                 raise UsageError(f"set({when!r}) is not allowed: a datetime needs a time zone, such as tzinfo=UTC")
             wanted_us = (when - datetime.fromtimestamp(0, UTC)) // timedelta(microseconds=1)
         else:
-            wanted_us = round(_number(when) * _SECOND_US)
+            wanted_us = round(_seconds(when) * _SECOND_US)
         ahead_us, back = wanted_us - self._now_us(), None
         if ahead_us < 0 and self.before_going_back is not None:
             back = self.before_going_back()
-        self._ahead_us += ahead_us
+        self._move(ahead_us, when)
         if back is not None:
             back()
+        return self.now()
+
+    def _move(self, ahead_us: int, given: object) -> datetime:
+        if not 0 <= self._now_us() + ahead_us < _END_SECONDS * _SECOND_US:
+            raise UsageError(f"{shown(given)} is not allowed: the clock would leave the years 1970 to 2999")
+        self._ahead_us += ahead_us
         return self.now()
 
     def _next_us(self) -> int:
@@ -93,8 +100,8 @@ class Clock:
         return f"<clock {self.now().isoformat(timespec='milliseconds')}>"
 
 
-def _number(given: object) -> float:
-    if isinstance(given, bool) or not isinstance(given, int | float):
+def _seconds(given: object) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not abs(given) < _END_SECONDS:
         raise UsageError(f"{shown(given)} is not allowed: a number of seconds")
     return float(given)
 

@@ -3,13 +3,13 @@
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NoReturn, cast
 
 from forq.app.app import App
 from forq.broker.keys import queue_base
 from forq.broker.registry import Registry
 from forq.broker.schedules import Schedules, read_head
-from forq.client import DEFAULT_MAX_QUEUES
+from forq.client import DEFAULT_MAX_QUEUES, Client
 from forq.errors import UsageError
 from forq.job import Job
 from forq.paths import DEFAULT_PREFIX
@@ -162,6 +162,16 @@ def closing(place: InThread) -> Iterator[None]:
         yield
     finally:
         place.client.close()
+        place.client = place._runner.client = cast(Client, _Ended())
+
+
+class _Ended:
+    """In place of the client after the block: its URL may belong to the next test by then."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(
+            "this memory or server has ended: use it inside of its with block, or in the test of its fixture"
+        )
 
 
 class Server(InThread):

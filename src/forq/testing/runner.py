@@ -100,7 +100,7 @@ class JobRunner:
     """Serves the queues of one Redis. `queues`: those to serve, looked up at the start of each run."""
 
     def __init__(self, client: Client, queues: Callable[[], Sequence[ServedQueue]]) -> None:
-        self._client = client
+        self.client = client
         self._queues = queues
         self._processor = f"testing-{new_id()}"
         # The thread that runs jobs now.
@@ -111,7 +111,7 @@ class JobRunner:
         if self.thread is not None:
             raise ForqError("jobs are being run already; a job cannot run others, nor can two threads")
         self.thread = threading.get_ident()
-        process = _Process(self._client, self._processor, self._queues(), LoopHere(outer))
+        process = _Process(self.client, self._processor, self._queues(), LoopHere(outer))
         try:
             for _ in process.attempts():
                 process.raise_errors(raises)
