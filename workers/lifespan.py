@@ -64,8 +64,9 @@ class Lifespans:
                 raise failed from exc
             self._entered.append(entering)
 
-    def leave(self) -> None:
-        """In reverse order. Only logs a failure: the jobs have run."""
+    def leave(self) -> list[LifespanFailed]:
+        """In reverse order. Logs failures and returns them: the jobs have run."""
+        failures = []
         while self._entered:
             leaving, (name, _, _) = self._entered.pop(), self._lifespans[len(self._entered)]
             with _Limit(self._failed, name, "did not end", self._limit_seconds):
@@ -73,7 +74,10 @@ class Lifespans:
                     leaving.leave()
                 except BaseException as exc:  # see above
                     failed = self._failed(name, "failed at its end", exc)
+                    failed.__cause__ = exc
+                    failures.append(failed)
                     log.error("%s\n%s", failed, failed.traceback or "")
+        return failures
 
     def _failed(self, name: str, what: str, exc: BaseException | None, trace: str | None = None) -> LifespanFailed:
         if exc is None:

@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from forq import testing
 from forq.client import Client
 from forq.testing.in_memory import Memory
-from forq.testing.on_server import Server, ServerProcess
+from forq.testing.in_thread import Server
+from forq.testing.processes import ServerProcess, SupervisorProcess
 from forq.testing.store import JobStore
-from forq.testing.with_supervisor import SupervisorProcess
 from tests.support.drive.wait import wait_until
 from tests.support.handlers import modes
 

@@ -137,5 +137,19 @@ def query() -> None:
     seen.append("query")
 
 
+ending = forq.App("ending")
+
+
+@ending.lifespan
+def cannot_end() -> Iterator[None]:
+    yield
+    raise seen.pop()
+
+
+@ending.task
+def end() -> None:
+    pass
+
+
 def handle(data: Any, job: Job) -> Any:
     return [job.type, data]

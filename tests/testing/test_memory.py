@@ -6,7 +6,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
 from unittest.mock import ANY
 
@@ -15,7 +16,7 @@ import pytest
 
 import forq
 from forq import testing
-from forq.errors import CannotImport, UnknownJob, UsageError, WaitTimeout
+from forq.errors import CannotImport, RedisUnavailable, UnknownJob, UsageError, WaitTimeout
 from forq.testing import LimitReached, Memory
 from tests.support.drive.wait import wait_until
 from tests.testing import examples
@@ -122,6 +123,16 @@ def test_ctrl_c_in_a_job_is_always_raised(memory: Memory) -> None:
         memory.run_all(raises=False)
 
 
+@pytest.mark.parametrize("end", [pytest.fail, pytest.skip])
+def test_what_pytest_raises_in_a_job_is_always_raised(memory: Memory, end: Callable[[str], None]) -> None:
+    """pytest-timeout fails the test that way: it must not pass instead."""
+    with testing.memory(handlers={"slow": lambda data, job: end("too long")}) as slow:
+        slow.client.queue("slow").enqueue(1)
+        with pytest.raises((pytest.fail.Exception, pytest.skip.Exception), match="too long"):
+            slow.run_all(raises=False)
+        assert slow.jobs()[0].state == "scheduled"
+
+
 def test_endless_jobs_reach_the_limit(memory: Memory) -> None:
     examples.again.enqueue()
     with pytest.raises(LimitReached, match=r"20 jobs have run and more are due; of the last 20: 20 of again\."):
@@ -189,6 +200,13 @@ def test_wrong_times_are_refused(memory: Memory) -> None:
         memory.clock.set(datetime(2026, 1, 1))
     with pytest.raises(UsageError, match="a number of seconds"):
         memory.clock.tick("1m")  # type: ignore[arg-type]
+    for wrong in (float("nan"), float("inf"), 1e30):
+        with pytest.raises(UsageError, match="a number of seconds"):
+            memory.clock.tick(wrong)
+    for far in (datetime.max.replace(tzinfo=UTC), -1):
+        with pytest.raises(UsageError, match="the years 1970 to 2999"):
+            memory.clock.set(far)
+    assert abs(memory.clock.now() - datetime.now(UTC)) < timedelta(minutes=1), "it has not moved"
 
 
 def test_user_code_and_other_users_of_fakeredis_keep_the_real_time(memory: Memory) -> None:
@@ -227,6 +245,25 @@ def test_a_wait_that_would_never_end_says_so_at_once(memory: Memory) -> None:
         await app.async_client.aclose()
 
     asyncio.run(wait())
+
+
+def test_a_wait_for_a_job_that_is_not_due_says_when_it_is(memory: Memory) -> None:
+    later, failed = send.using(run_in=3600).enqueue("a"), send.enqueue("nobody")
+    memory.run_all(raises=False)
+    with pytest.raises(WaitTimeout, match=r"is scheduled for 2.*\+00:00: move the clock, clock.tick\(SECONDS\), then"):
+        later.result()
+    with pytest.raises(WaitTimeout, match=r"is scheduled for 2.*\+00:00, after 1 failed attempt: move the clock"):
+        failed.result()
+
+    async def wait() -> None:
+        with pytest.raises(WaitTimeout, match="move the clock"):
+            await later.aresult()
+        await app.async_client.aclose()
+
+    asyncio.run(wait())
+    memory.clock.tick(3600)
+    with pytest.raises(WaitTimeout, match=r"call run_all\(\) first"):
+        later.result()
 
 
 @pytest.mark.parametrize("task", [examples.wait_for_other, examples.await_other])
@@ -358,6 +395,26 @@ def test_a_lifespan_that_fails_is_raised_and_the_job_stays(memory: Memory) -> No
         assert (ref.state(), seen) == ("waiting", [])
 
 
+def test_a_lifespan_that_fails_at_its_end_fails_the_test(memory: Memory) -> None:
+    with testing.memory(examples.ending) as ending:
+        for raised, raises, expected in [
+            (
+                OSError("still open"),
+                True,
+                "the lifespan cannot_end of app 'ending' failed at its end: OSError: still open",
+            ),
+            (OSError("still open"), False, None),
+            (KeyboardInterrupt("ctrl-c"), False, "ctrl-c"),
+        ]:
+            ref = examples.end.enqueue()
+            seen.append(raised)
+            with (
+                nullcontext() if expected is None else pytest.raises((CannotImport, KeyboardInterrupt), match=expected)
+            ):
+                ending.run_all(raises=raises)
+            assert ref.state() == "gone"
+
+
 def test_progress_is_stored_at_once(memory: Memory) -> None:
     examples.report.enqueue()
     memory.run_all()
@@ -402,6 +459,51 @@ def test_contexts_can_be_nested() -> None:
             inner.run_all()
         assert [job.args["to"] for job in outer.jobs()] == ["outer", "outer too"]
         assert len(outer.run_all()) == 2
+
+
+def test_a_client_that_was_made_in_one_memory_reaches_the_next() -> None:
+    """User code may make a client at its first call and keep it, and an app that was not passed does so."""
+    other = forq.App("other")
+    with testing.memory(app):
+        kept = forq.Client()
+        kept.create_queue("raw").enqueue(1)
+        other.client.create_queue("other").enqueue(1)
+    with pytest.raises(RedisUnavailable, match=r"made inside of forq.testing.memory\(\), which has ended; use it"):
+        kept.queues()
+    with testing.memory(app) as memory:
+        kept.create_queue("raw").enqueue(2)
+        other.client.create_queue("other").enqueue(2)
+        assert [(job.queue, job.data) for job in memory.jobs()] == [("other", 2), ("raw", 2)]
+
+
+def test_a_memory_that_has_ended_refuses_all_calls() -> None:
+    with testing.memory(app) as ended:
+        pass
+    with testing.memory(app) as memory:
+        send.enqueue("a")
+        for call in (ended.jobs, ended.run_all, ended.clear, lambda: ended.queue("mails")):
+            with pytest.raises(UsageError, match="has ended: use it inside of its with block"):
+                call()
+        assert len(memory.jobs()) == 1
+
+
+def test_a_forked_process_is_refused(memory: Memory) -> None:
+    """It would have a copy, and its jobs would be lost."""
+    send.enqueue("a")
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            send.enqueue("b")
+        except RedisUnavailable as exc:
+            os.write(writing, str(exc).encode())
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as said:
+        assert f"jobs in memory exist only in process {os.getpid()}, and this is process {pid}" in said.read()
+    os.waitpid(pid, 0)
+    assert len(memory.run_all()) == 1
 
 
 def test_nothing_of_forq_stays_patched() -> None:

@@ -12,8 +12,8 @@ import forq
 from forq import testing
 from forq.errors import UsageError, WaitTimeout
 from forq.testing import CannotStart, Supervisor
-from forq.testing.on_server import ServerProcess
-from forq.testing.with_supervisor import SupervisorProcess, path_of
+from forq.testing.processes import ServerProcess, SupervisorProcess
+from forq.testing.targets import path_of
 from tests.support.drive.wait import wait_until
 from tests.support.handlers import modes
 from tests.testing import examples

@@ -13,8 +13,7 @@ import forq
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.client import Queue
 from forq.errors import Exists, JobDead, NoResult, UnknownJob, UsageError, WaitTimeout
-from forq.testing.on_server import ServerProcess
-from forq.testing.with_supervisor import SupervisorProcess
+from forq.testing.processes import ServerProcess, SupervisorProcess
 from tests.support.handlers import modes
 from tests.support.handlers.modes import BACKOFF_SECONDS, MODULE_APPS, NOTES, Order, entered, notes
 from tests.testing.drivers import SETTINGS, Driver, WithSupervisor, in_memory, on_server, with_supervisor

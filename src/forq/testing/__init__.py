@@ -7,28 +7,27 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from forq.testing.clock import Clock
+    from forq.testing.fake_server import Clock
     from forq.testing.handler_job import job
     from forq.testing.in_memory import Memory, memory
-    from forq.testing.leashed import CannotStart
-    from forq.testing.on_server import Server, server
+    from forq.testing.in_thread import Server, server
+    from forq.testing.processes import CannotStart, Supervisor, supervisor
     from forq.testing.runner import Attempt, LimitReached
     from forq.testing.store import StoredJob
-    from forq.testing.with_supervisor import Supervisor, supervisor
 
 _MODULES = {
     "Attempt": "forq.testing.runner",
-    "CannotStart": "forq.testing.leashed",
-    "Clock": "forq.testing.clock",
+    "CannotStart": "forq.testing.processes",
+    "Clock": "forq.testing.in_memory",
     "LimitReached": "forq.testing.runner",
     "Memory": "forq.testing.in_memory",
-    "Server": "forq.testing.on_server",
+    "Server": "forq.testing.in_thread",
     "StoredJob": "forq.testing.store",
-    "Supervisor": "forq.testing.with_supervisor",
+    "Supervisor": "forq.testing.processes",
     "job": "forq.testing.handler_job",
     "memory": "forq.testing.in_memory",
-    "server": "forq.testing.on_server",
-    "supervisor": "forq.testing.with_supervisor",
+    "server": "forq.testing.in_thread",
+    "supervisor": "forq.testing.processes",
 }
 
 __all__ = [

@@ -1,7 +1,8 @@
-"""fakeredis in place of a server, in this process. forq's library runs in it; all code above the connection is the
-production code.
+"""fakeredis in place of a server, in this process, with a clock that tests move. forq's library runs in it; all code
+above the connection is the production code.
 
-1. Each server has its own URL; while it is installed, connections of forq to this URL reach it.
+1. Each server has its own URL; while it is installed, connections of forq to this URL reach it. A later server gets the
+   URL again, so that clients that user code made in one test and keeps reach the server of the next test.
 2. A connection answers each command before `send` returns, so nothing waits.
 3. Commands see the time of the server's clock. Other users of fakeredis see the system's time.
 4. Differences between fakeredis and a server are corrected in `_Socket`.
@@ -11,11 +12,13 @@ import asyncio
 import itertools
 import os
 import queue
+import re
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import fakeredis
@@ -26,16 +29,88 @@ from redis.exceptions import ResponseError
 from forq.broker import link, pubsub
 from forq.broker.async_connection import AsyncConnection, wait_for
 from forq.broker.connection import pack
+from forq.errors import UsageError
 from forq.redis_url import Address
-from forq.testing.clock import Clock
+from forq.values import shown
 
-_numbers = itertools.count(1)
+_SECOND_US = 1_000_000
+# Of the year 3000.
+_END_SECONDS = 32_503_680_000
+
+
+class Clock:
+    """Runs with the system's clock, plus what tests have added."""
+
+    def __init__(self) -> None:
+        self._ahead_us = 0
+        self._last_us = 0
+        self._lock = threading.Lock()
+        # May refuse that; returns a function that is called afterwards.
+        self.before_going_back: Callable[[], Callable[[], None]] | None = None
+
+    def now(self) -> datetime:
+        """The time, in UTC."""
+        return datetime.fromtimestamp(0, UTC) + timedelta(microseconds=self._now_us())
+
+    def tick(self, seconds: float | timedelta) -> datetime:
+        """Moves the clock ahead; returns the new time. Jobs that become due run with the next `run_all`."""
+        ahead = seconds if isinstance(seconds, timedelta) else timedelta(seconds=_seconds(seconds))
+        if ahead < timedelta(0):
+            raise UsageError(f"tick({shown(seconds)}) is not allowed: seconds from 0; to go back: clock.set(WHEN)")
+        return self._move(ahead // timedelta(microseconds=1), seconds)
+
+    def set(self, when: datetime | float) -> datetime:
+        """Sets the clock to a time (a datetime with a time zone, or epoch seconds); returns it. It may go back while
+        there are no jobs; schedules then start anew."""
+        if isinstance(when, datetime):
+            if when.tzinfo is None:
+                raise UsageError(f"set({when!r}) is not allowed: a datetime needs a time zone, such as tzinfo=UTC")
+            wanted_us = (when - datetime.fromtimestamp(0, UTC)) // timedelta(microseconds=1)
+        else:
+            wanted_us = round(_seconds(when) * _SECOND_US)
+        ahead_us, back = wanted_us - self._now_us(), None
+        if ahead_us < 0 and self.before_going_back is not None:
+            back = self.before_going_back()
+        self._move(ahead_us, when)
+        if back is not None:
+            back()
+        return self.now()
+
+    def _move(self, ahead_us: int, given: object) -> datetime:
+        if not 0 <= self._now_us() + ahead_us < _END_SECONDS * _SECOND_US:
+            raise UsageError(f"{shown(given)} is not allowed: the clock would leave the years 1970 to 2999")
+        self._ahead_us += ahead_us
+        return self.now()
+
+    def _next_us(self) -> int:
+        """For one command of the fake server. Grows with each call, because forq distinguishes jobs with the same id by
+        their times, also if a test has frozen the system's clock."""
+        with self._lock:
+            now_us = self._now_us()
+            if now_us <= self._last_us < now_us + _SECOND_US:
+                now_us = self._last_us + 1
+            self._last_us = now_us
+            return now_us
+
+    def _now_us(self) -> int:
+        # Not time_ns, which libraries that freeze the time may leave alone.
+        return round(time.time() * _SECOND_US) + self._ahead_us
+
+    def __repr__(self) -> str:
+        return f"<clock {self.now().isoformat(timespec='milliseconds')}>"
+
+
+def _seconds(given: object) -> float:
+    if isinstance(given, bool) or not isinstance(given, int | float) or not abs(given) < _END_SECONDS:
+        raise UsageError(f"{shown(given)} is not allowed: a number of seconds")
+    return float(given)
 
 
 class FakeServer:
     def __init__(self, clock: Clock | None = None) -> None:
         # The top-level domain .invalid never resolves: another process that gets this URL fails at once.
-        self.url = f"redis://forq-memory-{next(_numbers)}.invalid"
+        self.url = _take_url()
+        self.pid = os.getpid()
         self.clock = clock or Clock()
         self.state = fakeredis.FakeServer(version=(7,))
 
@@ -56,8 +131,22 @@ class FakeServer:
 
 
 _installed: dict[str, FakeServer] = {}
+_taken_urls: set[str] = set()
 _installing = threading.Lock()
 _connect_to_others = link.connect
+_URL = re.compile(r"redis://forq-memory-\d+\.invalid")
+_ENDED = (
+    "this client was made inside of forq.testing.memory(), which has ended; use it inside of memory() (the fixture "
+    "forq_memory), or make it outside and pass it: memory(app, client)"
+)
+
+
+def _take_url() -> str:
+    with _installing:
+        urls = (f"redis://forq-memory-{number}.invalid" for number in itertools.count(1))
+        url = next(url for url in urls if url not in _taken_urls)
+        _taken_urls.add(url)
+        return url
 
 
 def _install(server: FakeServer) -> None:
@@ -71,6 +160,7 @@ def _install(server: FakeServer) -> None:
 def _uninstall(server: FakeServer) -> None:
     with _installing:
         del _installed[server.url]
+        _taken_urls.discard(server.url)
         if not _installed:
             _replace_connect(_connect_to_others)
             _replace_time(_time, time)
@@ -92,10 +182,22 @@ def _connect(
     connect_timeout_seconds: float = link.CONNECT_TIMEOUT_SECONDS,
     kind: "type[Any] | None" = None,
 ) -> Any:
-    server = _installed.get(address.url)
-    if server is None:
+    if not _URL.fullmatch(address.url):
         return _connect_to_others(address, name, timeout_seconds, connect_timeout_seconds, kind)
+    server = _server_at(address.url)
     return _Connection(server) if kind is None or not issubclass(kind, AsyncConnection) else _AsyncConnection(server)
+
+
+def _server_at(url: str) -> FakeServer:
+    server = _installed.get(url)
+    if server is None:
+        raise ConnectionError(_ENDED)
+    if server.pid != os.getpid():
+        raise ConnectionError(
+            f"jobs in memory exist only in process {server.pid}, and this is process {os.getpid()}, forked from it; "
+            "use forq.testing.server() (the fixture forq_server)"
+        )
+    return server
 
 
 class _Now(threading.local):
@@ -195,11 +297,15 @@ class _Connection:
 
     def __init__(self, server: FakeServer) -> None:
         self.socket = _Socket(server)
+        self._url = server.url
 
     def is_closed(self) -> bool:
         return self.socket.responses is None
 
     def send(self, command: tuple[Any, ...]) -> None:
+        if self.socket.responses is None:
+            # Its server is gone. The next one may be there.
+            self.socket = _Socket(_server_at(self._url))
         self.socket.sendall(pack(command))
 
     def send_many(self, commands: Sequence[tuple[Any, ...]]) -> None:

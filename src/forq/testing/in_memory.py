@@ -1,20 +1,38 @@
-"""Jobs in memory: forq on fakeredis in this process, with a clock that tests move. No other process, no network."""
+"""Jobs in memory: forq on fakeredis in this process, with a clock that tests move. No other process, no network.
 
+Nothing runs jobs beside the test, so a wait for a result that would block says so at once. It goes on while jobs are
+being run elsewhere in this process: in another thread, or by `arun_all` in another asyncio task.
+"""
+
+import asyncio
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+from forq import async_client, result_wait
+from forq.app import completion
 from forq.app.app import App
-from forq.errors import UsageError
+from forq.errors import UsageError, WaitTimeout
 from forq.paths import DEFAULT_PREFIX
-from forq.testing.clock import Clock
-from forq.testing.in_thread import GivenHandler, Handler, InThread, Target, closing, read_apps
-from forq.testing.redirect import redirected
-from forq.testing.waiting import answer_waits
+from forq.testing.in_thread import GivenHandler, Handler, InThread, closing
+from forq.testing.targets import Target, read_apps, redirected
+from forq.workers.event_loop import _RUN
 
 try:
-    from forq.testing.fake_server import FakeServer
+    from forq.testing.fake_server import Clock, FakeServer
 except ImportError as missing:
     raise ImportError(f"jobs in memory need fakeredis with Lua: pip install 'forq[testing]' ({missing})") from missing
+
+CHECK_SECONDS = 0.02
+
+_places: dict[str, "Memory"] = {}
+_lock = threading.Lock()
+_wait = result_wait._wait_for_message
+_async_wait = async_client._wait_for_message
+_wait_for_many = completion._wait_for_messages
+_async_wait_for_many = completion._async_wait_for_messages
 
 
 class Memory(InThread):
@@ -65,3 +83,91 @@ def memory(
         stack.enter_context(redirected(redirect, server.url, DEFAULT_PREFIX))
         place._create_queues()
         yield place
+
+
+@contextmanager
+def answer_waits(place: Memory) -> Iterator[None]:
+    with _lock:
+        if not _places:
+            _replace(_check_wait, _check_async_wait, _check_wait_for_many, _check_async_wait_for_many)
+        _places[place.url] = place
+    try:
+        yield
+    finally:
+        with _lock:
+            del _places[place.url]
+            if not _places:
+                _replace(_wait, _async_wait, _wait_for_many, _async_wait_for_many)
+
+
+def _replace(one: Any, one_async: Any, many: Any, many_async: Any) -> None:
+    result_wait._wait_for_message = one
+    async_client._wait_for_message = one_async
+    completion._wait_for_messages = many
+    completion._async_wait_for_messages = many_async
+
+
+def _check_wait(wait: Any, subscription: Any) -> None:
+    place = _places.get(subscription._address.url)
+    if place is None:
+        _wait(wait, subscription)
+        return
+    wait.seconds_until(time.monotonic() + CHECK_SECONDS)
+    _raise_if_idle(place, wait._job)
+    time.sleep(CHECK_SECONDS)
+
+
+async def _check_async_wait(wait: Any, listener: Any) -> None:
+    place = _places.get(listener._subscription._address.url)
+    if place is None:
+        await _async_wait(wait, listener)
+        return
+    wait.seconds_until(time.monotonic() + CHECK_SECONDS)
+    _raise_if_idle(place, wait._job)
+    await asyncio.sleep(CHECK_SECONDS)
+
+
+def _check_wait_for_many(wait: Any, subscriptions: Any) -> None:
+    if places := _places_of(wait):
+        _raise_if_idle(*places)
+    _wait_for_many(wait, subscriptions)
+
+
+async def _check_async_wait_for_many(wait: Any, listeners: Any, arrived: asyncio.Event) -> None:
+    if places := _places_of(wait):
+        _raise_if_idle(*places)
+    await _async_wait_for_many(wait, listeners, arrived)
+
+
+def _places_of(wait: Any) -> tuple[Memory, str] | None:
+    """The first memory that has jobs to wait for, and those jobs."""
+    if any(server.some_are_due() for server in wait.servers):
+        return None
+    for server in wait.servers:
+        if server.url in _places:
+            refs = [job.ref for job in server.pending()]
+            return _places[server.url], f"{len(refs)} of the jobs, such as {refs[0]!r},"
+    return None
+
+
+def _raise_if_idle(place: Memory, what: str) -> None:
+    if place._runner.thread is None:
+        job = next(
+            (job for job in place.jobs(state="scheduled") if what == f"job {job.id!r} of queue {job.queue!r}"), None
+        )
+        if job is not None and job.run_at is not None and job.run_at > place.clock.now():
+            times = len(job.attempts)
+            failed = f", after {times} failed attempt{'s' * (times > 1)}" if times else ""
+            raise WaitTimeout(
+                f"{what} is scheduled for {job.run_at.isoformat(timespec='seconds')}{failed}: move the clock, "
+                "clock.tick(SECONDS), then call run_all(), or await arun_all()"
+            )
+        raise WaitTimeout(
+            f"{what} has not ended, and nothing runs jobs here: call run_all() first, or await arun_all()"
+        )
+    if _RUN.get(None) is not None or (place._runner.thread == threading.get_ident() and not _in_event_loop()):
+        raise WaitTimeout(f"{what} has not ended, and here jobs run one after the other: a job cannot wait for another")
+
+
+def _in_event_loop() -> bool:
+    return asyncio._get_running_loop() is not None

@@ -1,26 +1,26 @@
-"""A Redis whose jobs the test runs itself, in its own thread: the part that memory and server have in common."""
+"""A Redis whose jobs the test runs itself, in its own thread: what memory and server have in common, and the server."""
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, NoReturn, cast
 
 from forq.app.app import App
-from forq.app.loading import load_app
-from forq.async_client import AsyncClient
 from forq.broker.keys import queue_base
 from forq.broker.registry import Registry
 from forq.broker.schedules import Schedules, read_head
 from forq.client import DEFAULT_MAX_QUEUES, Client
 from forq.errors import UsageError
 from forq.job import Job
+from forq.paths import DEFAULT_PREFIX
 from forq.settings import WORK, Value, parse_options, stored, stored_defaults, stored_for_fail_queue
+from forq.testing.processes import ServerProcess
 from forq.testing.runner import DEFAULT_LIMIT, Attempt, JobRunner, ServedQueue, running_loop
 from forq.testing.store import JobStore
+from forq.testing.targets import Target, read_apps, redirected
 from forq.values import check_queue_name, shown
 from forq.workers.handlers import Handlers, load_handler
 
-Target = App | Client | AsyncClient | str
 Handler = Callable[[Any, Job], Any]
 # A handler, handlers by job type, or "module:function".
 GivenHandler = Handler | Mapping[str | None, Handler] | str
@@ -140,12 +140,6 @@ def _create(registry: Registry, queue: ServedQueue, options: Mapping[str, Value]
     )
 
 
-def read_apps(targets: Iterable[Target]) -> tuple[list[App], list[App | Client | AsyncClient]]:
-    """The apps, and everything that is to be redirected. An app may be given as "package.module:app"."""
-    loaded = [load_app(target) if isinstance(target, str) else target for target in targets]
-    return [target for target in loaded if isinstance(target, App)], loaded
-
-
 def read_handlers(given: GivenHandler) -> Handlers:
     if isinstance(given, str):
         return Handlers({None: load_handler(given)})
@@ -168,3 +162,42 @@ def closing(place: InThread) -> Iterator[None]:
         yield
     finally:
         place.client.close()
+        place.client = place._runner.client = cast(Client, _Ended())
+
+
+class _Ended:
+    """In place of the client after the block: its URL may belong to the next test by then."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise UsageError(
+            "this memory or server has ended: use it inside of its with block, or in the test of its fixture"
+        )
+
+
+class Server(InThread):
+    """What `server()` yields: the methods of Memory, without its clock. `process`: the server itself."""
+
+    process: ServerProcess
+
+
+@contextmanager
+def server(
+    *targets: Target,
+    handlers: Mapping[str, GivenHandler] | None = None,
+    fail_handlers: Mapping[str, Handler] | None = None,
+    process: ServerProcess | None = None,
+) -> Iterator[Server]:
+    """Starts a private Redis server: these apps (or clients) use it until the end of the block. Jobs run with
+    `run_all`, in the thread of the test. `process`: a server that runs already; it is emptied. The other arguments: as
+    for `memory`."""
+    apps, redirect = read_apps(targets)
+    with ExitStack() as stack:
+        if process is None:
+            process = ServerProcess()
+            stack.callback(process.stop)
+        place = Server(process.url(), DEFAULT_PREFIX, apps, handlers or {}, fail_handlers or {})
+        place.process = process
+        stack.enter_context(closing(place))
+        stack.enter_context(redirected(redirect, place.url, DEFAULT_PREFIX))
+        place.clear()
+        yield place

@@ -11,8 +11,8 @@ import pytest
 if TYPE_CHECKING:
     from forq.app.app import App
     from forq.testing.in_memory import Memory
-    from forq.testing.on_server import Server, ServerProcess
-    from forq.testing.with_supervisor import Supervisor, SupervisorProcess
+    from forq.testing.in_thread import Server
+    from forq.testing.processes import ServerProcess, Supervisor, SupervisorProcess
 
 _LOG_CHARACTERS = 8000
 _MISSING = """The fixtures of forq need to know your app. Name it in the configuration of pytest:
@@ -52,7 +52,7 @@ def forq_memory(forq_app: Any) -> "Iterator[Memory]":
 @pytest.fixture(scope="session")
 def forq_server_process() -> "Iterator[ServerProcess]":
     """The private server of this session, or of this process of pytest-xdist."""
-    from forq.testing.on_server import ServerProcess
+    from forq.testing.processes import ServerProcess
 
     process = ServerProcess()
     yield process
@@ -62,7 +62,7 @@ def forq_server_process() -> "Iterator[ServerProcess]":
 @pytest.fixture
 def forq_server(forq_app: Any, forq_server_process: "ServerProcess") -> "Iterator[Server]":
     """A private server, empty for this test: see forq.testing.server."""
-    from forq.testing.on_server import server
+    from forq.testing.in_thread import server
 
     with server(*_apps(forq_app), process=forq_server_process) as place:
         yield place
@@ -79,7 +79,8 @@ def forq_supervisor_process(
     forq_app: Any, forq_settings: str, forq_server_process: "ServerProcess"
 ) -> "Iterator[SupervisorProcess]":
     """The supervisor of this session."""
-    from forq.testing.with_supervisor import SupervisorProcess, path_of
+    from forq.testing.processes import SupervisorProcess
+    from forq.testing.targets import path_of
 
     paths = [app if isinstance(app, str) else path_of(app) for app in _apps(forq_app)]
     process = SupervisorProcess(paths, forq_server_process, forq_settings)
@@ -92,7 +93,7 @@ def forq_supervisor(
     request: pytest.FixtureRequest, forq_app: Any, forq_supervisor_process: "SupervisorProcess"
 ) -> "Iterator[Supervisor]":
     """A real supervisor, without jobs at the start of this test: see forq.testing.supervisor."""
-    from forq.testing.with_supervisor import supervisor
+    from forq.testing.processes import supervisor
 
     request.node.stash[_LOG] = (forq_supervisor_process, len(forq_supervisor_process.log))
     with supervisor(*_apps(forq_app), process=forq_supervisor_process) as place:

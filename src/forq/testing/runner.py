@@ -6,19 +6,26 @@ workers/. One job at a time; nothing is killed, and only coroutines have timeout
 2. Due jobs are promoted and due ticks are fired with the code of pulse.
 3. One queue after the other, again and again until none has a job that is due. Within a queue: waiting jobs by
    priority, then fail jobs, then the retry lane.
+Coroutines run in the event loop of the test (`arun_all`), else in one of the runner. `arun_all` runs the worker's
+blocking code in a greenlet (broker/async_connection.py). Where it waits for a coroutine, the greenlet switches to the
+test's event loop.
 """
 
 import asyncio
 import logging
 import os
+import sys
 import threading
+import time
 from asyncio import AbstractEventLoop
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from contextvars import copy_context
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
+from forq.broker.async_connection import wait_for
 from forq.broker.claim import Consumer, Limits, report_progress
 from forq.broker.inspect import counts_of
 from forq.broker.keys import fail_queue, queue_base
@@ -28,12 +35,12 @@ from forq.client import Client
 from forq.errors import Fenced, ForqError, Reschedule, UnknownQueue
 from forq.job import Job, new_id
 from forq.procs.scoreboard import Scoreboard, Slot
-from forq.testing.loop_here import LoopHere
 from forq.workers.attempt import AttemptRunner, FailAttemptRunner, Failure
+from forq.workers.event_loop import Advance, Cancelled, Chain, EventLoop, Run
 from forq.workers.grant import Grant
 from forq.workers.handlers import Handlers
 from forq.workers.job_log import FailedAttempt, JobLog, JobLogEntry
-from forq.workers.lifespan import Lifespans
+from forq.workers.lifespan import LifespanFailed, Lifespans
 from forq.workers.loop import TurnNumbers, WorkerLoop
 from forq.workers.recycling import Recycling
 
@@ -52,6 +59,9 @@ _OUTCOMES: dict[str, Outcome] = {
     "snoozed": "snoozed",
     "interrupted": "retried",
 }
+# Passes of the loop before a wait for an event sleeps between them.
+QUICK_PASSES = 50
+PASS_SECONDS = 0.001
 
 
 class LimitReached(ForqError):
@@ -90,7 +100,7 @@ class JobRunner:
     """Serves the queues of one Redis. `queues`: those to serve, looked up at the start of each run."""
 
     def __init__(self, client: Client, queues: Callable[[], Sequence[ServedQueue]]) -> None:
-        self._client = client
+        self.client = client
         self._queues = queues
         self._processor = f"testing-{new_id()}"
         # The thread that runs jobs now.
@@ -101,7 +111,7 @@ class JobRunner:
         if self.thread is not None:
             raise ForqError("jobs are being run already; a job cannot run others, nor can two threads")
         self.thread = threading.get_ident()
-        process = _Process(self._client, self._processor, self._queues(), LoopHere(outer))
+        process = _Process(self.client, self._processor, self._queues(), LoopHere(outer))
         try:
             for _ in process.attempts():
                 process.raise_errors(raises)
@@ -111,14 +121,19 @@ class JobRunner:
                     raise _limit_reached(process.ran, limit)
         finally:
             self.thread = None
-            process.close()
+            failures = process.close()
+        for failed in failures:
+            if _interrupts(failed.__cause__):
+                raise failed.__cause__
+            if raises:
+                raise failed
         return process.ran
 
 
 class _Process:
     """The workers of one run. They join a queue when it may have work."""
 
-    def __init__(self, client: Client, processor: str, queues: Sequence[ServedQueue], loop: LoopHere) -> None:
+    def __init__(self, client: Client, processor: str, queues: Sequence[ServedQueue], loop: "LoopHere") -> None:
         self.ran: list[Attempt] = []
         self.client = client
         self.processor = processor
@@ -187,27 +202,35 @@ class _Process:
             if id(app) not in self._lifespans:
                 lifespans = Lifespans(app.lifespans, self.loop, _ignore)
                 with self.loop.hidden():
-                    lifespans.enter()
+                    try:
+                        lifespans.enter()
+                    except LifespanFailed as failed:
+                        if _interrupts(failed.__cause__):
+                            raise failed.__cause__ from None
+                        raise
                 self._lifespans[id(app)] = lifespans
 
     def raise_errors(self, raises: bool) -> None:
-        """Raises what interrupted this thread, and with `raises` the exception of the last attempt."""
+        """Raises what interrupted the test, and with `raises` the exception of the last attempt."""
         if self.loop.interrupted is not None:
             raise self.loop.interrupted
         last = self.ran[-1] if self.ran else None
         if last is None or last.error is None:
             return
         wanted = raises and not issubclass(type(last.error), Reschedule)
-        if wanted or isinstance(last.error, KeyboardInterrupt):
+        if wanted or _interrupts(last.error):
             raise last.error
 
-    def close(self) -> None:
+    def close(self) -> list[LifespanFailed]:
+        """Leaves the lifespans, and returns the failures of that."""
+        failures = []
         for workers in self._workers.values():
             workers.close()
         with self.loop.hidden():
             for lifespans in reversed(self._lifespans.values()):
-                lifespans.leave()
+                failures += lifespans.leave()
         self.loop.close()
+        return failures
 
 
 class _QueueWorkers:
@@ -393,12 +416,134 @@ def _limit_reached(ran: Sequence[Attempt], limit: int) -> LimitReached:
     )
 
 
+def _interrupts(exc: BaseException | None) -> TypeGuard[BaseException]:
+    """Ctrl-C, or what pytest.fail and pytest.skip raise. pytest-timeout raises that in the job that runs."""
+    outcomes = sys.modules.get("_pytest.outcomes")
+    return isinstance(exc, KeyboardInterrupt | getattr(outcomes, "OutcomeException", KeyboardInterrupt))
+
+
 def _ignore(_: object) -> None:
     pass
 
 
 def _nothing() -> None:
     pass
+
+
+class LoopHere(EventLoop):
+    """`outer`: the loop that runs in this thread; None: there is none."""
+
+    def __init__(self, outer: AbstractEventLoop | None) -> None:
+        super().__init__()
+        self._outer = outer
+        self._own: asyncio.Runner | None = None
+        # Raised in this thread while it waited: Ctrl-C, or the cancellation of the test.
+        self.interrupted: BaseException | None = None
+
+    @property
+    def started(self) -> bool:
+        return True
+
+    def start(self) -> AbstractEventLoop:
+        if self._outer is not None:
+            return self._outer
+        if self._own is None:
+            self._own = asyncio.Runner(loop_factory=asyncio.new_event_loop)
+        return self._own.get_loop()
+
+    def begin(self, run: Run, advance: Advance | None = None) -> Chain:
+        loop = self.start()
+        chain = _AwaitedChain(loop, run, advance)
+        with self._shown():
+            chain.context.copy().run(run.start, loop)
+        return chain
+
+    def finish(self, chain: Chain) -> None:
+        assert isinstance(chain, _AwaitedChain)
+        timer = None
+        if chain.run.due is not None:
+            delay = max(0.0, chain.run.due - time.monotonic())
+            timer = self.start().call_later(delay, chain.run.cancel, Cancelled.TIMEOUT, "")
+        try:
+            if not chain.over:
+                self._drive(chain.future)
+        except BaseException as exc:
+            self.interrupted = exc
+            chain.run.cancel(Cancelled.RETURNED, "interrupted")
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if chain.raised is not None:
+            raise chain.raised
+
+    def cancel(self, run: Run, why: Cancelled, cause: str = "") -> None:
+        run.cancel(why, cause)
+
+    def call(self, callback: Callable[[], object]) -> None:
+        self.start().call_soon(callback)
+
+    def wait(self, event: threading.Event, seconds: float) -> bool:
+        async def pass_by() -> None:
+            until, passes = time.monotonic() + seconds, 0
+            while not event.is_set() and time.monotonic() < until:
+                passes += 1
+                await asyncio.sleep(0 if passes < QUICK_PASSES else PASS_SECONDS)
+
+        self._drive(pass_by())
+        return event.is_set()
+
+    def close(self) -> None:
+        if self._own is not None:
+            self._own.close()
+            self._own = None
+
+    @contextmanager
+    def hidden(self) -> Iterator[None]:
+        """Code inside sees no running event loop, as in the thread of a worker."""
+        if self._outer is None:
+            yield
+            return
+        asyncio._set_running_loop(None)
+        try:
+            yield
+        finally:
+            asyncio._set_running_loop(self._outer)
+
+    def _drive(self, awaitable: Awaitable[Any]) -> None:
+        if self._outer is None:
+            loop = self.start()
+            loop.run_until_complete(awaitable)
+            return
+        with self._shown():
+            wait_for(awaitable)
+
+    @contextmanager
+    def _shown(self) -> Iterator[None]:
+        """Inside `hidden`: the event loop runs."""
+        hidden = self._outer is not None and asyncio._get_running_loop() is None
+        if hidden:
+            asyncio._set_running_loop(self._outer)
+        try:
+            yield
+        finally:
+            if hidden:
+                asyncio._set_running_loop(None)
+
+
+class _AwaitedChain(Chain):
+    """`future`: done when the chain is over."""
+
+    __slots__ = ("future",)
+
+    def __init__(self, loop: AbstractEventLoop, run: Run, advance: Advance | None) -> None:
+        super().__init__(loop, run, copy_context(), advance)
+        self.future: asyncio.Future[None] = loop.create_future()
+
+    def _continue(self) -> None:
+        super()._continue()
+        if self.over and not self.future.done():
+            self.future.set_result(None)
 
 
 def running_loop() -> AbstractEventLoop | None:

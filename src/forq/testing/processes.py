@@ -1,10 +1,15 @@
-"""A real supervisor for tests, with the queues of apps: started with `forq run`, ended with this process."""
+"""A private Redis server and a real supervisor for tests, both ended with this process (see leash.py).
+
+The server is the one that a supervisor embeds, without persistence, on a Unix socket. The supervisor is started with
+`forq run` and has the queues of apps.
+"""
 
 import os
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -15,19 +20,128 @@ from forq.broker.keys import fail_queue, queue_base
 from forq.broker.link import Link
 from forq.client import Queue
 from forq.ctl.client import ControlClient
-from forq.errors import ForqError, SupervisorUnreachable, TimedOut, UsageError, WaitTimeout
+from forq.errors import ForqError, RedisUnavailable, SupervisorUnreachable, TimedOut, UsageError, WaitTimeout
 from forq.paths import DEFAULT_PREFIX, SOCKET_NAME
-from forq.testing.in_thread import Target, read_apps
-from forq.testing.leashed import CannotStart, Leashed
-from forq.testing.on_server import ServerProcess
-from forq.testing.redirect import environment, redirected
+from forq.supervisor.embedded import find_server
+from forq.testing import leash
 from forq.testing.store import LIVE, JobStore
+from forq.testing.targets import Target, environment, path_of, read_apps, redirected
 
+START_SECONDS = 30.0
+# Longer than the leash needs in the worst case.
+STOP_SECONDS = sum(leash.STOP_SECONDS) + 10.0
+POLL_SECONDS = 0.005
+_SHOWN_CHARACTERS = 4000
 # The database of the server that a supervisor uses. `Server` uses 0, and empties it.
 DATABASE = 1
 DRAIN_SECONDS = 30.0
-POLL_SECONDS = 0.01
 _ANSWER_SECONDS = 30.0
+
+
+class CannotStart(ForqError):
+    """A server or a supervisor for tests did not start. The message contains the end of its log."""
+
+    code = "cannot_start"
+
+
+class Leashed:
+    """A program with a directory of its own. Both are gone after `stop`, and also if this process is killed."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._process: subprocess.Popen[bytes] | None = None
+        # Short: the path of a Unix socket has at most 107 bytes.
+        self.directory = Path(tempfile.mkdtemp(prefix="forq-testing-"))
+
+    @property
+    def log(self) -> str:
+        file = self.directory / "log"
+        return file.read_text(errors="replace") if file.exists() else ""
+
+    def start(self, command: Sequence[str], environment: Mapping[str, str], is_ready: Callable[[], bool]) -> None:
+        """Returns when `is_ready` returns true. CannotStart if the program ends, or is not ready in time."""
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", leash.__file__, str(self.directory), *command],
+            stdin=subprocess.PIPE,
+            env=dict(environment),
+            # Ctrl-C is for pytest alone.
+            start_new_session=True,
+        )
+        deadline = time.monotonic() + START_SECONDS
+        try:
+            while not is_ready():
+                ended = self.directory / "ended"
+                if ended.exists():
+                    raise CannotStart(f"{self._what} ended with exit status {ended.read_text()}: {self._end_of_log()}")
+                if time.monotonic() > deadline:
+                    raise CannotStart(f"{self._what} is not ready after {START_SECONDS:g} s: {self._end_of_log()}")
+                time.sleep(POLL_SECONDS)
+        except BaseException:
+            self.stop()
+            raise
+
+    def _end_of_log(self) -> str:
+        return self.log[-_SHOWN_CHARACTERS:].strip() or "it has logged nothing"
+
+    def stop(self) -> None:
+        """Waits until the program has ended."""
+        process, self._process = self._process, None
+        if process is None or process.stdin is None:
+            return
+        # Not only by closing: a process that was forked here may hold a copy.
+        with suppress(BrokenPipeError):
+            os.write(process.stdin.fileno(), b".")
+        process.stdin.close()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+class ServerProcess:
+    """A server that ends with this process."""
+
+    def __init__(self) -> None:
+        self._leashed = Leashed("the Redis server for tests")
+        self.socket = self._leashed.directory / "redis.sock"
+        settings = {
+            "port": "0",
+            "unixsocket": str(self.socket),
+            "unixsocketperm": "700",
+            "dir": str(self._leashed.directory),
+            "daemonize": "no",
+            "save": "",
+            "appendonly": "no",
+            "proc-title-template": "forq: redis {unixsocket} (tests)",
+        }
+        command = [find_server(None), *(part for name, value in settings.items() for part in (f"--{name}", value))]
+        self._leashed.start(command, os.environ, self._answers)
+
+    def url(self, database: int = 0) -> str:
+        return f"unix://{self.socket}" + (f"?db={database}" if database else "")
+
+    def flush(self, database: int = 0) -> None:
+        """Removes all data of a database."""
+        link = Link(self.url(database), name="forq-testing")
+        try:
+            link.call("FLUSHDB")
+        finally:
+            link.close()
+
+    def stop(self) -> None:
+        self._leashed.stop()
+
+    def _answers(self) -> bool:
+        if not self.socket.exists():
+            return False
+        link = Link(self.url(), name="forq-testing")
+        try:
+            return bool(link.call("PING"))
+        except RedisUnavailable:
+            return False
+        finally:
+            link.close()
 
 
 class SupervisorProcess:
@@ -208,15 +322,3 @@ def supervisor(*targets: Target, settings: str = "", process: SupervisorProcess 
         if not fresh:
             place.clear()
         yield place
-
-
-def path_of(app: App) -> str:
-    """The app as "package.module:attribute". UsageError if it has none, or its module is not importable elsewhere."""
-    module = sys.modules.get(app._module)
-    names = [name for name, value in vars(module).items() if value is app] if module else []
-    if not names or app._module == "__main__":
-        raise UsageError(
-            f"a supervisor cannot import app {app.name!r}: it must be an attribute of a module, such as app = "
-            f"forq.App({app.name!r}) in shop/tasks.py; it was made in {app._module}"
-        )
-    return f"{app._module}:{names[0]}"

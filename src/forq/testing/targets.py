@@ -1,14 +1,16 @@
-"""Makes apps and clients use another Redis for a while, and restores them.
+"""The apps and clients of a test: loads them, makes them use another Redis for a while, and restores them.
 
 The client objects stay the same: user code that holds `app.client` or a queue of it is redirected, too.
 """
 
 import os
+import sys
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 
 from forq.app.app import App
+from forq.app.loading import load_app
 from forq.async_client import AsyncClient
 from forq.client import Client
 from forq.errors import UsageError
@@ -16,6 +18,25 @@ from forq.paths import key_prefix, redis_url
 from forq.values import shown
 
 Redirected = App | Client | AsyncClient
+Target = Redirected | str
+
+
+def read_apps(targets: Iterable[Target]) -> tuple[list[App], list[App | Client | AsyncClient]]:
+    """The apps, and everything that is to be redirected. An app may be given as "package.module:app"."""
+    loaded = [load_app(target) if isinstance(target, str) else target for target in targets]
+    return [target for target in loaded if isinstance(target, App)], loaded
+
+
+def path_of(app: App) -> str:
+    """The app as "package.module:attribute". UsageError if it has none, or its module is not importable elsewhere."""
+    module = sys.modules.get(app._module)
+    names = [name for name, value in vars(module).items() if value is app] if module else []
+    if not names or app._module == "__main__":
+        raise UsageError(
+            f"a supervisor cannot import app {app.name!r}: it must be an attribute of a module, such as app = "
+            f"forq.App({app.name!r}) in shop/tasks.py; it was made in {app._module}"
+        )
+    return f"{app._module}:{names[0]}"
 
 
 @contextmanager
