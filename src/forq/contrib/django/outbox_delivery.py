@@ -236,7 +236,7 @@ class Delivery:
 
     def delete(self, rows: Sequence["OutboxEntry"]) -> int:
         """Returns how many there were: on databases without locks, another process may have sent them, too."""
-        return self._every_row(key__in=[row.key for row in rows]).delete()[0]
+        return delete_rows(self._every_row(key__in=[row.key for row in rows]))
 
     def clear(self, rows: Sequence["OutboxEntry"], failure: ForqError | None) -> None:
         """Nothing of this attempt was stored: takes its marks back. A mark of another attempt stays, and so does one
@@ -298,6 +298,12 @@ class Delivery:
 
     def _producer(self, queue: str) -> Producer:
         return Producer(self._client.link(), self._client.prefix, queue)
+
+
+def delete_rows(rows: "QuerySet[OutboxEntry]") -> int:
+    """One DELETE with the conditions of the query. `delete()` would select the rows first if a project has a receiver
+    of deletions of all models, and would then delete them whatever has happened to them since."""
+    return rows._raw_delete(rows.db)
 
 
 def repeat_until_ms(terms: TokenTerms) -> int:
