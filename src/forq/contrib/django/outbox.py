@@ -142,9 +142,9 @@ class Outbox:
                 delivery.deliver((row.key, row.queue) for row in unmarked)
         except RedisUnavailable as exc:
             self._paused_until = time.monotonic() + PAUSE_SECONDS
-            log.warning("jobs of database %s stay in its outbox until Redis is back: %s", self._alias, exc)
+            log.warning("jobs stay in the outbox of database %s until Redis is back: %s", self._alias, exc)
         except (ForqError, DatabaseProblem) as exc:
-            log.warning("jobs of database %s stay in its outbox: %s", self._alias, exc)
+            log.warning("jobs stay in the outbox of database %s: %s", self._alias, exc)
         self._remember(delivery)
 
     def _remember(self, delivery: Delivery) -> None:

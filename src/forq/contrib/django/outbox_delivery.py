@@ -184,7 +184,7 @@ class Delivery:
             stored = self.send(rows)
         except OutcomeUnknown as exc:
             # The marks stay.
-            log.warning("the outcome of sending %d jobs of queue %s is unknown: %s", len(rows), queue, exc)
+            log.warning("unknown outcome of an enqueue to queue %s, jobs: %d: %s", queue, len(rows), exc)
             if rows[0].durable:
                 # Perhaps only a replica is slow. Jobs that need none must not wait for it.
                 self._stop_queue(queue, exc)
@@ -255,17 +255,17 @@ class Delivery:
         count = rows.update(state=self._model.IN_DOUBT, error=error)
         if count:
             self.delivered.in_doubt += count
-            log.error("%d jobs of queue %s are in doubt (see the outbox in the admin): %s", count, queue, error)
+            log.error("jobs of queue %s in doubt: %d (see the outbox in the admin): %s", queue, count, error)
 
     def _refuse(self, rows: "QuerySet[OutboxEntry]", exc: ForqError) -> None:
         count = rows.update(state=self._model.REFUSED, error=str(exc))
         if count:
             self.delivered.refused += count
-            log.error("%d jobs of the outbox were refused (see the outbox in the admin): %s", count, exc)
+            log.error("refused jobs of the outbox: %d (see the outbox in the admin): %s", count, exc)
 
     def _stop_queue(self, queue: str, exc: ForqError) -> None:
         self.delivered.stuck[queue] = str(exc)
-        log.warning("queue %s takes no jobs now; its rows of the outbox wait: %s", queue, exc)
+        log.warning("queue %s takes no jobs now; its outbox rows wait: %s", queue, exc)
 
     def _rows(self, **conditions: Any) -> "QuerySet[OutboxEntry]":
         """Rows that may be sent."""
