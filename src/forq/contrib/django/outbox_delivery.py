@@ -208,6 +208,9 @@ class Delivery:
         except ForqError as exc:
             if isinstance(exc, _CERTAIN):
                 self.clear(rows, exc)
+            else:
+                # The marks stay.
+                self._rows(key__in=[row.key for row in rows]).update(error=str(exc))
             self._stop_queue(queue, exc)
         else:
             self.stored |= stored
