@@ -154,6 +154,7 @@ def test_an_error_of_unknown_kind_leaves_the_mark(alias: str) -> None:
         order(alias, id="a")
     [row] = rows(alias)
     assert row.epoch
+    assert row.error == "Redis refused the call", "its queue is stuck: the admin shows why"
     assert take_jobs() == ["a"]
     assert deliver(alias) == Delivered(sent=1)
     assert take_jobs() == []

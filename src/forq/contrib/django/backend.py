@@ -2,7 +2,8 @@
 
     TASKS = {"default": {"BACKEND": "forq.contrib.django.backend.ForqBackend", "QUEUES": ["default", "mails"]}}
 
-Workers run only the tasks that the module `tasks` of an installed app has: nothing is imported because Redis names it.
+Workers run only tasks that the module `tasks` of an installed app defines or imports. A job in Redis cannot make them
+import anything else.
 """
 
 # Django's own Task and TaskResult take no type arguments.

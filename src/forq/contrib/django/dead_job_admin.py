@@ -88,7 +88,7 @@ class DeadJobAdmin(admin.ModelAdmin):  # type: ignore[type-arg]  # generic in dj
         try:
             job = _dead_jobs().show(reference)
         except (UnknownJob, UnknownQueue) as exc:
-            messages.warning(request, f"{exc}. It was retried or discarded, or its time is over.")
+            messages.warning(request, f"{exc}. It was retried or discarded, or it is no longer kept.")
             return HttpResponseRedirect(reverse("admin:forq_deadjob_changelist", current_app=self.admin_site.name))
         except ForqError as exc:
             status, error = _status_of(exc), str(exc)

@@ -65,7 +65,7 @@ class DeadRow:
 
 @dataclass
 class Changed:
-    """`done`: references. `refused`: the reason by reference. `unknown`: of jobs that may or may not be changed."""
+    """`done`: references. `refused`: the reason by reference. `unknown`: of jobs that may or may not have changed."""
 
     done: list[str] = field(default_factory=list)
     refused: dict[str, str] = field(default_factory=dict)

@@ -22,7 +22,14 @@ from django.utils import timezone
 from forq.app.tasks import JobRef, Prepared
 from forq.broker.enqueue import TokenTerms
 from forq.client import Client
-from forq.contrib.django.outbox_delivery import UNMARKED, Delivered, Delivery, check_autocommit, repeat_until_ms
+from forq.contrib.django.outbox_delivery import (
+    UNMARKED,
+    Delivered,
+    Delivery,
+    check_autocommit,
+    delete_rows,
+    repeat_until_ms,
+)
 from forq.contrib.django.refs import OutboxRef
 from forq.errors import ForqError, RedisUnavailable, UsageError
 from forq.job import new_id
@@ -135,9 +142,9 @@ class Outbox:
                 delivery.deliver((row.key, row.queue) for row in unmarked)
         except RedisUnavailable as exc:
             self._paused_until = time.monotonic() + PAUSE_SECONDS
-            log.warning("jobs of database %s stay in its outbox until Redis is back: %s", self._alias, exc)
+            log.warning("jobs stay in the outbox of database %s until Redis is back: %s", self._alias, exc)
         except (ForqError, DatabaseProblem) as exc:
-            log.warning("jobs of database %s stay in its outbox: %s", self._alias, exc)
+            log.warning("jobs stay in the outbox of database %s: %s", self._alias, exc)
         self._remember(delivery)
 
     def _remember(self, delivery: Delivery) -> None:
@@ -163,7 +170,7 @@ class Outbox:
         from forq.contrib.django.outbox_model import OutboxEntry
 
         rows = OutboxEntry.objects.using(self._alias).filter(key=key, epoch="")
-        return bool(rows.delete()[0])
+        return delete_rows(rows) > 0
 
     @property
     def alias(self) -> str:
@@ -331,4 +338,4 @@ def discard(alias: str, pks: Sequence[int]) -> int:
     from forq.contrib.django.outbox_model import OutboxEntry
 
     flagged = OutboxEntry.objects.using(alias).filter(pk__in=pks).exclude(state=OutboxEntry.WAITING)
-    return flagged.delete()[0]
+    return delete_rows(flagged)

@@ -184,7 +184,7 @@ class Delivery:
             stored = self.send(rows)
         except OutcomeUnknown as exc:
             # The marks stay.
-            log.warning("the outcome of sending %d jobs of queue %s is unknown: %s", len(rows), queue, exc)
+            log.warning("unknown outcome of an enqueue to queue %s, jobs: %d: %s", queue, len(rows), exc)
             if rows[0].durable:
                 # Perhaps only a replica is slow. Jobs that need none must not wait for it.
                 self._stop_queue(queue, exc)
@@ -208,6 +208,9 @@ class Delivery:
         except ForqError as exc:
             if isinstance(exc, _CERTAIN):
                 self.clear(rows, exc)
+            else:
+                # The marks stay.
+                self._rows(key__in=[row.key for row in rows]).update(error=str(exc))
             self._stop_queue(queue, exc)
         else:
             self.stored |= stored
@@ -236,7 +239,7 @@ class Delivery:
 
     def delete(self, rows: Sequence["OutboxEntry"]) -> int:
         """Returns how many there were: on databases without locks, another process may have sent them, too."""
-        return self._every_row(key__in=[row.key for row in rows]).delete()[0]
+        return delete_rows(self._every_row(key__in=[row.key for row in rows]))
 
     def clear(self, rows: Sequence["OutboxEntry"], failure: ForqError | None) -> None:
         """Nothing of this attempt was stored: takes its marks back. A mark of another attempt stays, and so does one
@@ -255,17 +258,17 @@ class Delivery:
         count = rows.update(state=self._model.IN_DOUBT, error=error)
         if count:
             self.delivered.in_doubt += count
-            log.error("%d jobs of queue %s are in doubt (see the outbox in the admin): %s", count, queue, error)
+            log.error("jobs of queue %s in doubt: %d (see the outbox in the admin): %s", queue, count, error)
 
     def _refuse(self, rows: "QuerySet[OutboxEntry]", exc: ForqError) -> None:
         count = rows.update(state=self._model.REFUSED, error=str(exc))
         if count:
             self.delivered.refused += count
-            log.error("%d jobs of the outbox were refused (see the outbox in the admin): %s", count, exc)
+            log.error("refused jobs of the outbox: %d (see the outbox in the admin): %s", count, exc)
 
     def _stop_queue(self, queue: str, exc: ForqError) -> None:
         self.delivered.stuck[queue] = str(exc)
-        log.warning("queue %s takes no jobs now; its rows of the outbox wait: %s", queue, exc)
+        log.warning("queue %s takes no jobs now; its outbox rows wait: %s", queue, exc)
 
     def _rows(self, **conditions: Any) -> "QuerySet[OutboxEntry]":
         """Rows that may be sent."""
@@ -298,6 +301,12 @@ class Delivery:
 
     def _producer(self, queue: str) -> Producer:
         return Producer(self._client.link(), self._client.prefix, queue)
+
+
+def delete_rows(rows: "QuerySet[OutboxEntry]") -> int:
+    """One DELETE with the conditions of the query. `delete()` would select the rows first if a project has a receiver
+    of deletions of all models, and would then delete them whatever has happened to them since."""
+    return rows._raw_delete(rows.db)
 
 
 def repeat_until_ms(terms: TokenTerms) -> int:

@@ -75,7 +75,7 @@ class DjangoApp(App):
         return enqueue_many(self, jobs)
 
     def async_hooks_around(self, job: Job) -> AbstractAsyncContextManager[object]:
-        # deliver_outbox says why.
+        # See deliver_outbox.
         return nullcontext() if job.type == TASK_NAME else super().async_hooks_around(job)
 
     def outbox(self, alias: str) -> "Outbox":
@@ -120,7 +120,7 @@ def project_app() -> DjangoApp:
 
 
 def _check_installed() -> None:
-    """Without its entry in INSTALLED_APPS the package registers no checks; this one has to be."""
+    """A package that is missing in INSTALLED_APPS registers no checks, so this one is registered here."""
     from forq.contrib.django.checks import check_installed
 
     register(check_installed)

@@ -30,8 +30,8 @@ def add_deliverer(app: App, settings: OutboxSettings) -> None:
 async def deliver_outbox() -> None:
     """Sends the jobs that are left in the outboxes of all databases.
 
-    A coroutine, because an app with an async hook allows no other tasks. The hooks of the app do not run around it: one
-    that opens a transaction would keep a delivery from committing its steps.
+    A coroutine, because an app with an async hook allows async tasks only. The hooks of the app do not run around it:
+    one that opens a transaction would keep a delivery from committing its steps.
     """
     stop = threading.Event()
     try:
@@ -51,9 +51,9 @@ def deliver_all(stop: threading.Event) -> None:
             try:
                 done = deliver(alias, seconds=ROUND_SECONDS, stop=stop)
             except (RedisUnavailable, DatabaseProblem) as exc:
-                log.warning("the outbox of database %s is not delivered now: %s", alias, exc)
+                log.warning("could not deliver the outbox of database %s; the next run tries again: %s", alias, exc)
             else:
                 if done.sent:
-                    log.info("delivered %d jobs of the outbox of database %s", done.sent, alias)
+                    log.info("delivered from the outbox of database %s: %d", alias, done.sent)
     finally:
         connections.close_all()
