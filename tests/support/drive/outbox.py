@@ -14,7 +14,7 @@ from forq.contrib.django.project import project_app
 from forq.errors import ForqError, OutcomeUnknown
 
 if TYPE_CHECKING:
-    from forq.contrib.django.outbox_model import OutboxEntry
+    from forq.contrib.django.models import OutboxEntry
 
 
 class Crash(BaseException):
@@ -32,13 +32,13 @@ def order(alias: str, number: str = "1", **options: Any) -> JobRef[None]:
 
 
 def rows(alias: str) -> "list[OutboxEntry]":
-    from forq.contrib.django.outbox_model import OutboxEntry
+    from forq.contrib.django.models import OutboxEntry
 
     return list(OutboxEntry.objects.using(alias).order_by("pk"))
 
 
 def change_rows(alias: str, **values: Any) -> None:
-    from forq.contrib.django.outbox_model import OutboxEntry
+    from forq.contrib.django.models import OutboxEntry
 
     OutboxEntry.objects.using(alias).update(**values)
 

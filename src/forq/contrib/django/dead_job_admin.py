@@ -14,8 +14,8 @@ from django.template.response import TemplateResponse
 from django.urls import URLPattern, path, reverse
 from django.utils.http import urlencode
 
-from forq.contrib.django.dead_job_model import DeadJob
 from forq.contrib.django.dead_jobs import Changed, DeadRow, ProjectDeadJobs, Verb, as_time
+from forq.contrib.django.models import DeadJob
 from forq.contrib.django.project import discover_tasks, project_app
 from forq.errors import ForqError, RedisUnavailable, UnknownJob, UnknownQueue
 

@@ -35,7 +35,7 @@ from forq.errors import ForqError, RedisUnavailable, UsageError
 from forq.job import new_id
 
 if TYPE_CHECKING:
-    from forq.contrib.django.outbox_model import OutboxEntry
+    from forq.contrib.django.models import OutboxEntry
     from forq.contrib.django.project import DjangoApp
 
 __all__ = ["Delivered", "OutboxStatus", "deliver", "discard", "outbox_status", "send_again"]
@@ -70,7 +70,7 @@ class Outbox:
 
     def write(self, jobs: Sequence[Prepared[Any]]) -> list[JobRef[Any]]:
         """Stores rows in the current transaction. They are sent when it commits."""
-        from forq.contrib.django.outbox_model import OutboxEntry
+        from forq.contrib.django.models import OutboxEntry
 
         check_autocommit(self._alias, "using(outbox=…)")
         attempt = _of_transaction(self._alias) or _Attempt(self)
@@ -161,13 +161,13 @@ class Outbox:
         return delivery
 
     def find(self, key: str) -> "OutboxEntry | None":
-        from forq.contrib.django.outbox_model import OutboxEntry
+        from forq.contrib.django.models import OutboxEntry
 
         return OutboxEntry.objects.using(self._alias).filter(key=key).first()
 
     def withdraw(self, key: str) -> bool:
         """Deletes a row that no process has tried to send. False if there is none."""
-        from forq.contrib.django.outbox_model import OutboxEntry
+        from forq.contrib.django.models import OutboxEntry
 
         rows = OutboxEntry.objects.using(self._alias).filter(key=key, epoch="")
         return delete_rows(rows) > 0
@@ -213,7 +213,7 @@ class _Attempt:
         # savepoints that this thread has made.
         if len(self.callbacks) == 1 and not connections[self.outbox.alias].savepoint_state:
             return rows
-        from forq.contrib.django.outbox_model import OutboxEntry
+        from forq.contrib.django.models import OutboxEntry
 
         keys = {row.key for row in rows}
         found = OutboxEntry.objects.using(self.outbox.alias).filter(key__in=keys)
@@ -262,7 +262,7 @@ def deliver(
     Several processes may call it at the same time. `seconds`: no round of `batch` rows begins later, nor after
     `stop` is set. RedisUnavailable if Redis cannot be reached: nothing is lost.
     """
-    from forq.contrib.django.outbox_model import OutboxEntry
+    from forq.contrib.django.models import OutboxEntry
     from forq.contrib.django.project import project_app
 
     app = project_app()
@@ -307,7 +307,7 @@ class OutboxStatus:
 
 def outbox_status(alias: str = "default") -> OutboxStatus:
     """How many rows the outbox of a database has, in one query."""
-    from forq.contrib.django.outbox_model import OutboxEntry
+    from forq.contrib.django.models import OutboxEntry
 
     waiting = Q(state=OutboxEntry.WAITING)
     found = OutboxEntry.objects.using(alias).aggregate(
@@ -324,7 +324,7 @@ def outbox_status(alias: str = "default") -> OutboxStatus:
 def send_again(alias: str, pks: Sequence[int]) -> int:
     """Makes rows that are in doubt or refused wait again; returns how many. A job in doubt that Redis had stored, and
     whose token it has forgotten, then runs twice."""
-    from forq.contrib.django.outbox_model import OutboxEntry
+    from forq.contrib.django.models import OutboxEntry
 
     rows = OutboxEntry.objects.using(alias).filter(pk__in=pks)
     again = rows.filter(state=OutboxEntry.IN_DOUBT).update(state=OutboxEntry.WAITING, error="", **UNMARKED)
@@ -335,7 +335,7 @@ def send_again(alias: str, pks: Sequence[int]) -> int:
 def discard(alias: str, pks: Sequence[int]) -> int:
     """Deletes rows that are in doubt or refused; returns how many. Rows that wait are never deleted: they may be on
     their way."""
-    from forq.contrib.django.outbox_model import OutboxEntry
+    from forq.contrib.django.models import OutboxEntry
 
     flagged = OutboxEntry.objects.using(alias).filter(pk__in=pks).exclude(state=OutboxEntry.WAITING)
     return delete_rows(flagged)

@@ -8,8 +8,8 @@ from django.contrib.admin.options import get_content_type_for_model
 from django.db.models import QuerySet
 from django.http import HttpRequest, HttpResponse
 
+from forq.contrib.django.models import OutboxEntry
 from forq.contrib.django.outbox import discard, outbox_status, send_again
-from forq.contrib.django.outbox_model import OutboxEntry
 from forq.contrib.django.project import project_app
 from forq.values import show_duration
 

@@ -41,7 +41,7 @@ from forq.errors import (
 from forq.job import new_id
 
 if TYPE_CHECKING:
-    from forq.contrib.django.outbox_model import OutboxEntry
+    from forq.contrib.django.models import OutboxEntry
     from forq.contrib.django.project import DjangoApp
 
 log = logging.getLogger("forq.outbox")
@@ -74,7 +74,7 @@ class Delivery:
     """One attempt to deliver some rows of one database."""
 
     def __init__(self, app: "DjangoApp", alias: str, client: Client) -> None:
-        from forq.contrib.django.outbox_model import OutboxEntry
+        from forq.contrib.django.models import OutboxEntry
 
         self.attempt = new_id()
         self.delivered = Delivered()
