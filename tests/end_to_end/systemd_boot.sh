@@ -17,6 +17,8 @@ exec unshare --pid --fork --kill-child --mount --cgroup --uts --ipc --propagatio
   mkdir "$ROOM/up" "$ROOM/work" "$ROOM/root"
   mount -t overlay overlay -o "lowerdir=/,upperdir=$ROOM/up,workdir=$ROOM/work" "$ROOM/root"
   root=$ROOM/root
+  # Of a forq on this machine.
+  rm -rf "$root/var/lib/forq" "$root/etc/forq"
   mount -t proc proc "$root/proc"
   mount --bind "$root/proc/sys" "$root/proc/sys"
   mount -o remount,bind,ro "$root/proc/sys"
