@@ -323,4 +323,4 @@ def test_no_call_of_a_purge_reads_much_more_than_the_budget(queue: OneQueue, mon
         pass
     assert set(dropped) == ids
     # HSCAN treats COUNT as a hint: it reads whole buckets.
-    assert max(sizes) <= 3 * BUDGET
+    assert max(sizes) <= 5 * BUDGET
