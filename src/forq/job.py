@@ -26,7 +26,13 @@ def current_trace() -> TraceContext | None:
     """
     context = sys.modules.get("opentelemetry.context")
     # redis-py imports it wherever it is installed, so most processes have the module but no span.
-    if context is None or not context.get_current():
+    if context is None:
+        return None
+    try:
+        current = context.get_current()
+    except AttributeError:  # another thread is importing it
+        return None
+    if not current:
         return None
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 

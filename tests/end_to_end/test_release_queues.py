@@ -192,8 +192,11 @@ def test_a_queue_whose_items_others_take_has_one_process(forq: Forq, mode: str, 
     forq.wait_for_child(f"roles-{mode}")
     assert [child["role"] for child in forq.queue_status(f"roles-{mode}")["children"]] == roles
     forq.ctl("restart", f"roles-{mode}")
-    forq.wait_for_child(f"roles-{mode}")
-    assert [child["role"] for child in forq.queue_status(f"roles-{mode}")["children"]] == roles
+
+    def roles_now() -> list[str]:
+        return [child["role"] for child in forq.queue_status(f"roles-{mode}")["children"]]
+
+    wait_until(lambda: roles_now() == roles, what="the old processes are gone")
 
 
 def test_release_queues_take_no_capacity(forq: Forq) -> None:
