@@ -242,7 +242,7 @@ class Minder:
         if self._stopping:
             self._unblock()
         self._idle_beats = 0 if busy else self._idle_beats + 1
-        self._asleep = self._idle_beats > IDLE_BEATS
+        self._asleep = self._idle_beats > IDLE_BEATS and not self._zombies.pending
         # A worker that became busy before `_asleep` was set has not sent a wake-up.
         if self._asleep and any(loop.slot.state == State.BUSY for loop in self._loops):
             self._asleep = False
@@ -302,6 +302,11 @@ class ZombieReaper:
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
+
+    @property
+    def pending(self) -> bool:
+        """Whether it has seen a zombie that the next beat may reap."""
+        return bool(self._seen)
 
     def reap(self, *, idle: bool) -> None:
         """Called with each beat. `idle`: no handler is running."""
