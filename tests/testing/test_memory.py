@@ -9,13 +9,15 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import UTC, datetime, timedelta
+from types import ModuleType
 from unittest.mock import ANY
 
 import fakeredis
 import pytest
 
 import forq
-from forq import testing
+from forq import result_wait, testing
+from forq.app import completion
 from forq.errors import CannotImport, RedisUnavailable, UnknownJob, UsageError, WaitTimeout
 from forq.testing import LimitReached, Memory
 from tests.support.drive.wait import wait_until
@@ -295,6 +297,26 @@ def test_a_wait_goes_on_while_another_thread_runs_jobs(memory: Memory) -> None:
         runner.join(20)
         waiter.join(20)
     assert results == ["ended"]
+
+
+def test_a_wait_sees_a_job_that_another_thread_runs_right_after_a_check(
+    memory: Memory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_first(module: ModuleType, name: str) -> None:
+        wait = getattr(module, name)
+
+        def run_then_wait(*args: object) -> None:
+            runner = threading.Thread(target=memory.run_all)
+            runner.start()
+            runner.join(20)
+            wait(*args)
+
+        monkeypatch.setattr(module, name, run_then_wait)
+
+    run_first(result_wait, "_wait_for_message")
+    run_first(completion, "_wait_for_messages")
+    assert fetch.enqueue(1).result(timeout=20) == 2
+    assert [ref.result() for ref in forq.as_completed([fetch.enqueue(2)], timeout=20)] == [3]
 
 
 def test_async_tasks_run_in_the_loop_of_arun_all(memory: Memory) -> None:

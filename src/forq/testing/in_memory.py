@@ -113,7 +113,7 @@ def _check_wait(wait: Any, subscription: Any) -> None:
         _wait(wait, subscription)
         return
     wait.seconds_until(time.monotonic() + CHECK_SECONDS)
-    _raise_if_idle(place, wait._job)
+    _raise_if_idle(place, wait, wait._job)
     time.sleep(CHECK_SECONDS)
 
 
@@ -123,35 +123,41 @@ async def _check_async_wait(wait: Any, listener: Any) -> None:
         await _async_wait(wait, listener)
         return
     wait.seconds_until(time.monotonic() + CHECK_SECONDS)
-    _raise_if_idle(place, wait._job)
+    _raise_if_idle(place, wait, wait._job)
     await asyncio.sleep(CHECK_SECONDS)
 
 
 def _check_wait_for_many(wait: Any, subscriptions: Any) -> None:
-    if places := _places_of(wait):
-        _raise_if_idle(*places)
+    _check_wait_for_any(wait)
     _wait_for_many(wait, subscriptions)
 
 
 async def _check_async_wait_for_many(wait: Any, listeners: Any, arrived: asyncio.Event) -> None:
-    if places := _places_of(wait):
-        _raise_if_idle(*places)
+    _check_wait_for_any(wait)
     await _async_wait_for_many(wait, listeners, arrived)
 
 
-def _places_of(wait: Any) -> tuple[Memory, str] | None:
-    """The first memory that has jobs to wait for, and those jobs."""
+def _check_wait_for_any(wait: Any) -> None:
+    """Checks the first memory that has jobs to wait for."""
     if any(server.some_are_due() for server in wait.servers):
-        return None
+        return
     for server in wait.servers:
         if server.url in _places:
-            refs = [job.ref for job in server.pending()]
-            return _places[server.url], f"{len(refs)} of the jobs, such as {refs[0]!r},"
-    return None
+            jobs = server.pending()
+            what = f"{len(jobs)} of the jobs, such as {jobs[0].ref!r},"
+            if not _raise_if_idle(_places[server.url], wait, what):
+                server.unsure = jobs
+            return
 
 
-def _raise_if_idle(place: Memory, what: str) -> None:
+def _raise_if_idle(place: Memory, wait: Any, what: str) -> bool:
+    """Returns whether jobs are being run. If a run has ended since the last call, the last check of the job may have
+    come before its end: the caller checks again."""
     if place._runner.thread is None:
+        seen = (place.url, place._runner.runs)
+        if getattr(wait, "runs_seen", None) != seen:
+            wait.runs_seen = seen
+            return False
         job = next(
             (job for job in place.jobs(state="scheduled") if what == f"job {job.id!r} of queue {job.queue!r}"), None
         )
@@ -167,6 +173,7 @@ def _raise_if_idle(place: Memory, what: str) -> None:
         )
     if _RUN.get(None) is not None or (place._runner.thread == threading.get_ident() and not _in_event_loop()):
         raise WaitTimeout(f"{what} has not ended, and here jobs run one after the other: a job cannot wait for another")
+    return True
 
 
 def _in_event_loop() -> bool:

@@ -105,6 +105,8 @@ class JobRunner:
         self._processor = f"testing-{new_id()}"
         # The thread that runs jobs now.
         self.thread: int | None = None
+        # Runs that have ended.
+        self.runs = 0
 
     def run(self, *, limit: int, raises: bool, most: int, outer: AbstractEventLoop | None) -> list[Attempt]:
         """`limit`: LimitReached if more jobs are due. `most`: ends after this many jobs."""
@@ -120,8 +122,11 @@ class JobRunner:
                 if len(process.ran) >= limit and process.has_work():
                     raise _limit_reached(process.ran, limit)
         finally:
-            self.thread = None
-            failures = process.close()
+            try:
+                failures = process.close()
+            finally:
+                self.runs += 1
+                self.thread = None
         for failed in failures:
             if _interrupts(failed.__cause__):
                 raise failed.__cause__
