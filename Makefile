@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TOOLS := $(VENV)/.tools
 SPARK := $(VENV)/.spark
+BROWSER := $(VENV)/.browser
 STATE_DIR ?= .state
 CTL := $(BIN)/forqctl --socket $(STATE_DIR)/control.sock
 
@@ -41,12 +42,19 @@ tools: $(TOOLS) ## add the test tools to .venv
 
 $(TOOLS): $(READY)
 	@echo 'make: installing the test tools into $(VENV) (once, half a minute)'
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,metrics,top,tracing]'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[dev,metrics,top,tracing,web]'
 	@touch $@
 
 $(SPARK): $(READY)
 	@echo 'make: installing Spark and Java into $(VENV) (once, 500 MB, one or two minutes)'
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[pipeline,java]'
+	@touch $@
+
+# axe-core comes with a package whose dependency, Playwright, is not needed.
+$(BROWSER): $(TOOLS)
+	@echo 'make: installing Selenium and axe-core into $(VENV) (once)'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check 'selenium>=4.20'
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps 'axe-playwright-python>=0.1.8'
 	@touch $@
 
 run: setup ## start a supervisor with a sample app and two sample queues, in the foreground
@@ -75,9 +83,10 @@ settings: setup ## generate etc/forq.toml and docs/reference/settings.md from th
 test: tools ## everything but Spark; must pass before a commit (7 minutes on two cores)
 	@$(MAKE) --no-print-directory -j3 unit-apart unit-forking checks
 
-test-all: tools $(SPARK) ## the same with more examples, Spark, and the oldest Redis, redis-py and Django; run by CI (20 minutes)
+test-all: tools $(SPARK) ## the same with more examples, Spark, a browser, and the oldest Redis, redis-py and Django; run by CI (25 minutes)
 	@FORQ_TEST_THOROUGH=1 $(MAKE) --no-print-directory test
 	@$(MAKE) --no-print-directory spark
+	@$(MAKE) --no-print-directory test-web
 	@$(MAKE) --no-print-directory redis-old
 	@$(MAKE) --no-print-directory redis-py-old django-old
 
@@ -110,13 +119,21 @@ unit: tools ## pytest, without Spark and the slow suites (WORKERS=n: pytest work
 	@$(MAKE) --no-print-directory -j2 unit-apart unit-forking
 
 unit-apart: tools
-	$(BIN)/pytest -m 'not slow' -n $(WORKERS) --dist worksteal --ignore=tests/pipeline $(addprefix --ignore=,$(FORKING))
+	$(BIN)/pytest -m 'not slow' -n $(WORKERS) --dist worksteal --ignore=tests/pipeline --ignore=tests/web/browser $(addprefix --ignore=,$(FORKING))
 
 unit-forking: tools
 	@$(HELD_BACK) $(BIN)/pytest -q -p no:cacheprovider -m 'not slow' $(FORKING)
 
 spark: tools $(SPARK) ## pytest for the Spark pipeline
 	$(BIN)/pytest -m 'not slow' -p no:cacheprovider tests/pipeline
+
+test-web: tools $(BROWSER) ## the dashboard in headless Chromium, which root on Debian gets installed: every page, live, keyboard, accessibility (2 minutes)
+	@tests/support/drive/chromium.sh || exit 0; \
+	$(BIN)/pytest -m 'not slow' -p no:cacheprovider tests/web/browser
+
+screenshots: tools $(BROWSER) ## a PNG of every page of the dashboard, light and dark, wide and narrow, in .screenshots (DOCS=1: those of docs/guide)
+	@tests/support/drive/chromium.sh || exit 0; \
+	$(BIN)/python -m tests.web.browser.screenshots $(if $(DOCS),--docs docs/guide,.screenshots)
 
 kills: tools ## KILLS=1000 kill -9 at random times while JOBS=50000 jobs run (SEED=n repeats a run)
 	FORQ_TEST_KILLS=$(or $(KILLS),1000) FORQ_TEST_JOBS=$(or $(JOBS),50000) FORQ_TEST_SEED=$(or $(SEED),0) \
@@ -256,6 +273,9 @@ workload: tools ## 150 workers in 11 queues, jobs from 1 ms to 20 s, 20 kills, a
 
 bench-metrics: tools ## the cost of metrics per no-op job, and of a scrape of 1,000 queues
 	$(BIN)/python benchmarks/metrics.py
+
+bench-dashboard: tools ## a drain beside 50 live pages, the dashboard's commands, and its page times with a million jobs
+	$(BIN)/python benchmarks/dashboard.py
 
 bench-pipeline: tools $(SPARK) ## a million events: ingest with a driver that is killed, audit, sink; and the cost of the journal
 	$(BIN)/python benchmarks/pipeline.py

@@ -24,8 +24,9 @@ from forq.broker.registry import Registry
 from forq.procs import jsonrpc
 from forq.procs.scoreboard import AttemptStats, Scoreboard
 from forq.procs.unix_socket import listen
-from forq.services.metrics import Sampler, faults_in
+from forq.services.metrics import faults_in
 from forq.services.metrics_page import render
+from forq.services.snapshot import Sampler
 from forq.settings import WORK, defaults, stored, stored_defaults
 from tests.support.drive.metrics import make_snapshot, queue_status
 from tests.support.drive.server import Server

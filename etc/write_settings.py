@@ -25,6 +25,7 @@ from forq.settings import (
     SCHEDULE,
     SERVICE,
     TASK,
+    WEB,
     WORK,
     Setting,
 )
@@ -44,6 +45,10 @@ ABOUT_PIPELINE = (
 ABOUT_METRICS = (
     "Metrics for Prometheus (/metrics) and a health check (/healthz), served by a separate process "
     "(docs/guide/metrics.md). Needs pip install 'forq[metrics]'. Off without this table."
+)
+ABOUT_WEB = (
+    "The dashboard, served by a separate process (docs/guide/dashboard.md). Needs pip install 'forq[web]'. Off without "
+    "this table."
 )
 ABOUT_BRIDGE = (
     "A socket for producers and workers in any language (docs/guide/external-workers.md). The table may be repeated."
@@ -72,6 +77,8 @@ TYPES = {
     "prefix": "text",
     "group": "name of a group",
     "patterns": "list of regular expressions",
+    "names": "list of text",
+    "header": "text",
     "tracing": "text",
     "history": "path or URL",
     "listen": "address",
@@ -103,6 +110,8 @@ def sample() -> str:
         *_sampled(PIPELINE),
         *_header("[metrics]", ABOUT_METRICS),
         *_sampled(METRICS),
+        *_header("[web]", ABOUT_WEB),
+        *_sampled(WEB),
         *_header("[[bridge]]", ABOUT_BRIDGE),
         *_sampled(BRIDGE),
         *_header("[apps.example]", ABOUT_APP),
@@ -184,6 +193,7 @@ def reference() -> str:
         *_table("The supervisor", "At the top of the file.", SERVICE),
         *_table("[pipeline]", ABOUT_PIPELINE, PIPELINE),
         *_table("[metrics]", ABOUT_METRICS, METRICS),
+        *_table("[web]", ABOUT_WEB, WEB),
         *_table("[[bridge]]", ABOUT_BRIDGE, BRIDGE),
         *_table("[apps.NAME]", ABOUT_APP, APP),
         *_table("[apps.NAME.tasks.TASK]", ABOUT_TASK, TASK),

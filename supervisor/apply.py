@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from forq.errors import CannotImport, ConfigError, ForqError, PlanChanged, UnknownQueue
+from forq.procs.ownership import changeable_by
 from forq.queue_spec import QueueSpec
 from forq.supervisor.apps import ServedApp
 from forq.supervisor.config import Config
-from forq.supervisor.ownership import changeable_by
 from forq.supervisor.plan import (
     ADOPT,
     CREATE,

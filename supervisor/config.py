@@ -1,12 +1,9 @@
 """The settings of one supervisor, read once at start: from the command line, else the environment, else the config
 file, else the default. Every mistake is a ConfigError with its place, the given value, and the allowed ones."""
 
-import grp
 import os
-import socket
 import tomllib
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,15 +11,14 @@ from typing import Any
 
 from forq import paths
 from forq.app_spec import AppSpec, QueueOverride, read_app_flag, read_apps, read_override
-from forq.errors import ConfigError, ForqError, InvalidOption, UsageError
+from forq.errors import ConfigError, InvalidOption, UsageError
 from forq.job import OFF, can_trace
 from forq.procs.cgroups import process_count, usable_cpus
-from forq.procs.unix_socket import listen
+from forq.procs.ownership import refuse_changeable, strict_modes
 from forq.queue_spec import QueueSpec
 from forq.schedules import read_schedules
 from forq.settings import (
     BRIDGE,
-    METRICS,
     PIPELINE,
     SECTIONS,
     SERVICE,
@@ -33,64 +29,8 @@ from forq.settings import (
     read_service,
 )
 from forq.supervisor.embedded import check_socket_path
-from forq.supervisor.ownership import refuse_changeable, strict_modes
+from forq.supervisor.listeners import MetricsConfig, WebConfig, read_metrics, read_web
 from forq.values import shown
-
-BACKLOG = 128
-
-
-@dataclass(frozen=True)
-class MetricsConfig:
-    """The section [metrics]: a Unix socket (`path`), or host and port. `where` is the place for errors."""
-
-    where: str
-    listen: str
-    host: str
-    port: int
-    path: Path | None
-    health_seconds: float
-
-    def open(self, group: str | None) -> socket.socket:
-        """The listening socket. Raises ConfigError if it cannot listen."""
-        try:
-            if self.path is not None:
-                return listen(str(self.path), None if group is None else grp.getgrnam(group).gr_gid)
-            family, kind, proto, _, address = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)[0]
-            listener = socket.socket(family, kind, proto)
-            try:
-                listener.setblocking(False)
-                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                listener.bind(address)
-                listener.listen(BACKLOG)
-            except OSError:
-                listener.close()
-                raise
-            return listener
-        except ForqError as exc:
-            raise ConfigError(f"{self.where}: {exc}") from exc
-        except (OSError, KeyError) as exc:
-            reason = exc.strerror if isinstance(exc, OSError) and exc.strerror else exc
-            raise ConfigError(f"{self.where}: cannot listen at {self.listen}: {reason}") from exc
-
-    def close(self, listener: socket.socket) -> None:
-        listener.close()
-        if self.path is not None:
-            with suppress(FileNotFoundError):
-                os.unlink(self.path)
-
-
-def read_metrics(table: object, file: Path) -> MetricsConfig:
-    where = f"{file}: [metrics]"
-    given = read_section(METRICS, table, where, str(file.parent))
-    if find_spec("prometheus_client") is None:
-        raise ConfigError(f"{where} needs prometheus_client: pip install 'forq[metrics]'")
-    listen = given["listen"]
-    if "/" in listen:
-        check_socket_path(Path(listen))
-        return MetricsConfig(where, listen, "", 0, Path(listen), given["health_seconds"])
-    host, _, port = listen.rpartition(":")
-    return MetricsConfig(where, listen, host.strip("[]"), int(port), None, given["health_seconds"])
-
 
 UNITS_PER_CPU = 100
 PIPELINE_QUEUE = "forq-pipeline"
@@ -139,6 +79,7 @@ class Config:
     pipeline: "Pipeline | None" = None
     bridges: "tuple[BridgeConfig, ...]" = ()
     metrics: MetricsConfig | None = None
+    web: WebConfig | None = None
     # By queue and key, as given in the config file.
     schedules: Mapping[str, Mapping[str, Mapping[str, object]]] = field(default_factory=dict)
 
@@ -207,6 +148,7 @@ def _with_sections(config: Config, file: Path, sections: Mapping[str, Any]) -> C
         overrides=overrides,
         bridges=_read_bridges(sections.get("bridge", []), file),
         metrics=read_metrics(sections["metrics"], file) if "metrics" in sections else None,
+        web=read_web(sections["web"], file) if "web" in sections else None,
     )
     return _with_pipeline(config, sections["pipeline"], file) if "pipeline" in sections else config
 

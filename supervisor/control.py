@@ -12,18 +12,17 @@ import os
 import resource
 import select
 import socket
-import struct
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from forq.errors import ForqError, InvalidData, PermissionRefused, TimedOut, UnknownVerb
 from forq.logging_setup import WarningThrottle
 from forq.procs import jsonrpc
 from forq.procs.lines import LineBuffer, LineConnection
 from forq.procs.loop import Loop, Timer
-from forq.procs.unix_socket import listen
+from forq.procs.unix_socket import Peer, allowed_to, listen, peer_groups, peer_of
 
 log = logging.getLogger("forq.control")
 
@@ -37,9 +36,6 @@ ACCEPTS_PER_PASS = 64
 # Without free descriptors accept fails at once, again and again: leave the clients in the backlog for a while.
 ACCEPT_PAUSE_SECONDS = 0.5
 
-_SO_PEERGROUPS = 59
-# The largest buffer of socket.getsockopt: 256 groups.
-_PEERGROUPS_BYTES = 1024
 _OUT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 # Limits of one connection.
@@ -50,14 +46,6 @@ HALF_LINE_SECONDS = 30.0
 CLOSE_SECONDS = 5.0
 # Small, so that one pass over a flood of tiny requests takes only a few milliseconds.
 READ_BYTES = 16 << 10
-
-
-class Peer(NamedTuple):
-    """The client's credentials, from the kernel."""
-
-    pid: int
-    uid: int
-    gid: int
 
 
 class ControlServer:
@@ -121,7 +109,7 @@ class ControlServer:
             self._admit(sock)
 
     def _admit(self, sock: socket.socket) -> None:
-        peer = Peer(*struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
+        peer = peer_of(sock)
         verbs = self._verbs_for(sock, peer)
         if verbs is None:
             self._refused.warn(f"client refused uid={peer.uid} gid={peer.gid} pid={peer.pid}")
@@ -142,23 +130,22 @@ class ControlServer:
 
     def _verbs_for(self, sock: socket.socket, peer: Peer) -> Mapping[str, Callable[[Request], None]] | None:
         """The verbs that this client may use; None if it has no access."""
-        if peer.uid in (0, os.geteuid()):
-            return self._verbs
-        if self._group is None and self._readers is None:
-            return None
-        groups = {peer.gid, *self._groups_of(sock)}
-        if self._group in groups:
-            return self._verbs
-        return self._read_verbs if self._readers in groups else None
+        match allowed_to(
+            peer.uid, lambda: {peer.gid, *self._groups_of(sock)}, group=self._group, readers=self._readers
+        ):
+            case "act":
+                return self._verbs
+            case "read":
+                return self._read_verbs
+            case None:
+                return None
 
     def _groups_of(self, sock: socket.socket) -> tuple[int, ...]:
-        """The supplementary groups of the client, from the kernel: a lookup by name may block."""
         try:
-            packed = sock.getsockopt(socket.SOL_SOCKET, _SO_PEERGROUPS, _PEERGROUPS_BYTES)
+            return peer_groups(sock)
         except OSError as exc:
             self._unreadable.warn(f"cannot read groups of a client error={exc}")
             return ()
-        return struct.unpack(f"{len(packed) // 4}I", packed)
 
     def _pause_accepting(self, reason: OSError) -> None:
         log.warning("cannot accept clients; pausing", extra={"reason": str(reason)})

@@ -2,6 +2,7 @@
 
 import gc
 import os
+import socket
 import sys
 
 import forq
@@ -9,11 +10,13 @@ from forq.bridge.run import BridgeSettings, run_bridge
 from forq.broker.connection import warm
 from forq.broker.scripts import flags, script
 from forq.output.logger import run_logger
+from forq.procs.context import Context
 from forq.services.clerk import run_clerk
 from forq.services.metrics import run_metrics
 from forq.services.pulse import run_pulse
 from forq.services.scribe import run_scribe
 from forq.services.warden import run_warden
+from forq.web.settings import WebSettings
 from forq.workers.census import CensusSettings, run_census
 from forq.workers.child import ChildSettings, run_child
 
@@ -31,7 +34,15 @@ __all__ = [
     "run_pulse",
     "run_scribe",
     "run_warden",
+    "run_web",
 ]
+
+
+def run_web(context: Context, settings: WebSettings, listener: socket.socket, leash: socket.socket) -> int:
+    # Not at the top: only this process needs Starlette, uvicorn and Jinja2.
+    from forq.web.run import run_service
+
+    return run_service(context, settings, listener, leash)
 
 
 def preload(url: str, prefix: str) -> None:

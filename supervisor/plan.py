@@ -451,7 +451,12 @@ def _changed_settings(started: Config, new: Config) -> Iterator[Change]:
             if row.kind == "path":
                 old, wanted = str(old), str(wanted)
             yield Change("setting", name, None, row.show(old), row.show(wanted), RESTART)
-    for section, part in (("[metrics]", "metrics"), ("[[bridge]]", "bridges"), ("[pipeline]", "pipeline")):
+    for section, part in (
+        ("[metrics]", "metrics"),
+        ("[web]", "web"),
+        ("[[bridge]]", "bridges"),
+        ("[pipeline]", "pipeline"),
+    ):
         texts = _shown_section(getattr(started, part)), _shown_section(getattr(new, part))
         if texts[0] != texts[1]:
             yield Change("setting", section, None, *texts, RESTART)

@@ -108,6 +108,8 @@ class Condemned:
     outcome: str
     cause: str
     stack: str | None = None
+    # Its stack was requested, and read if there is one.
+    dumped: bool = False
 
 
 class QueueProcess:
@@ -306,6 +308,8 @@ class QueueProcess:
         log.warning("killing a job queue=%s job=%s cause=%s pid=%s", self.spec.name, job, cause, self.child.pid)
         self._condemned[slot.number] = Condemned(position, outcome, cause)
         since_ns = time.monotonic_ns()
+        # Before the idle workers are told to leave: a dump beside threads that end can crash the interpreter.
+        self.stacks.take(lambda dump: self._on_dump(slot, dump))
         if len(self.slots) > 1:
             self._deps.children.loop.call_later(BEAT_SECONDS, lambda: self._end_if_stuck(since_ns))
             if not self.retiring:
@@ -313,7 +317,6 @@ class QueueProcess:
             if cause != OVERDUE:
                 # Sets Job.should_stop: the job may end on its own while the others finish.
                 self._send_cancel(slot, self._condemned[slot.number])
-        self.stacks.take(lambda dump: self._on_dump(slot, dump))
 
     def _send_cancel(self, slot: Slot, job: Condemned) -> None:
         self.send({"cancel": slot.number, "position": job.position, "outcome": job.outcome, "cause": job.cause})
@@ -457,8 +460,10 @@ class QueueProcess:
 
     def _on_dump(self, slot: Slot, dump: str) -> None:
         condemned = self._condemned.get(slot.number)
-        if condemned is not None and dump:
-            condemned.stack = self.stack_of(slot, dump)
+        if condemned is not None:
+            condemned.dumped = True
+            if dump:
+                condemned.stack = self.stack_of(slot, dump)
         self._end_if_only_condemned()
 
     def stack_of(self, slot: Slot, dump: str) -> str:
@@ -485,7 +490,10 @@ class QueueProcess:
             if condemned is not None and slot.position != condemned.position:
                 # The job ended on its own in the meantime.
                 del self._condemned[slot.number]
-        if self._condemned and all(number in self._condemned or number in self._left for number in self.slots):
+        if not self._condemned or not all(number in self._condemned or number in self._left for number in self.slots):
+            return
+        # Idle workers leave within milliseconds: the process must not die before its stacks are read.
+        if all(condemned.dumped for condemned in self._condemned.values()):
             self.child.kill()
 
     def _end_if_stuck(self, since_ns: int) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 from forq.errors import ForqError, InvalidData, RedisUnavailable, TimedOut, UnknownJob, UnknownQueue, UsageError
 from forq.procs import jsonrpc
 from forq.procs.loop import Loop
+from forq.procs.unix_socket import Peer
 from forq.remote_control import check_allowed
-from forq.supervisor.control import Peer, Request
+from forq.supervisor.control import Request
 from forq.supervisor.services import Services
 from forq.values import shown
 

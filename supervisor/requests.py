@@ -18,6 +18,7 @@ from forq.errors import (
     UsageError,
 )
 from forq.job import new_id
+from forq.open_parts import details_without_messages, without_data
 from forq.queue_spec import QueueSpec
 from forq.settings import AUTO_RELEASE, ON_REQUEST, OPTIONS, SHARED_MODES, parse_options
 from forq.supervisor.apply import ConfigChanges
@@ -38,13 +39,8 @@ Verb = Callable[[Request], None]
 # Request, verb of the clerk, its params, callback with the answer or error.
 ForwardForReader = Callable[[Request, str, dict[str, Any], Callable[[Any], None]], None]
 
-# `jobs` shows ids and identifiers only; `job` is reduced by without_data, `why` omits error messages.
+# `job` and the details of `jobs` are reduced (open_parts.py), `why` omits error messages.
 READ_VERBS = ("status", "jobs", "job", "why", "ping", "version", "supervisors")
-OPEN_KEYS = (
-    *("id", "identifier", "state", "type", "priority", "retry_count", "stall_count", "timeout_count", "suspect"),
-    *("enqueued_at", "run_at", "ended_at", "run_seconds", "blocked_behind", "worker", "fence", "removed"),
-)
-OPEN_KEYS_OF_ATTEMPTS = ("started_at", "ended_at", "outcome", "cause", "peak_memory")
 
 
 def verbs_for_readers(table: Mapping[str, Verb], send: ForwardForReader) -> dict[str, Verb]:
@@ -60,6 +56,21 @@ def verbs_for_readers(table: Mapping[str, Verb], send: ForwardForReader) -> dict
 
         send(request, "job", request.params, answer)
 
+    def jobs(request: Request) -> None:
+        def answer(found: Any) -> None:
+            if isinstance(found, ForqError):
+                request.fail(found)
+            else:
+                request.reply({**found, "jobs": [details_without_messages(job) for job in found["jobs"]]})
+
+        wanted = request.params.get("filter")
+        if isinstance(wanted, dict) and wanted.get("error") is not None:
+            raise PermissionRefused(
+                f"user {request.peer.uid} may not filter jobs by error, which would show parts of error messages: a "
+                "member of control_group may"
+            )
+        send(request, "jobs", request.params, answer)
+
     def why(request: Request) -> None:
         request.params["messages"] = False
         table["why"](request)
@@ -69,25 +80,7 @@ def verbs_for_readers(table: Mapping[str, Verb], send: ForwardForReader) -> dict
         table["status"](request)
 
     allowed = {name: table[name] for name in READ_VERBS if name in table}
-    return {**dict.fromkeys(table, _refuse), **allowed, "job": job, "why": why, "status": status}
-
-
-def without_data(job: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a job that readers may see. Unknown keys are omitted."""
-    shown_parts = {key: job[key] for key in OPEN_KEYS if key in job}
-    if "attempts" in job:
-        shown_parts["attempts"] = [_open_part(attempt) for attempt in job["attempts"]]
-    return shown_parts
-
-
-def _open_part(attempt: Any) -> dict[str, Any]:
-    if not isinstance(attempt, dict):
-        return {}
-    shown_parts: dict[str, Any] = {key: attempt[key] for key in OPEN_KEYS_OF_ATTEMPTS if key in attempt}
-    error = attempt.get("error")
-    if isinstance(error, dict):
-        shown_parts["error"] = {key: error.get(key) for key in ("name", "kind")}
-    return shown_parts
+    return {**dict.fromkeys(table, _refuse), **allowed, "job": job, "jobs": jobs, "why": why, "status": status}
 
 
 def _refuse(request: Request) -> None:
@@ -267,6 +260,7 @@ class Verbs:
             "queue.resume": lambda request: self._pause(request, paused=False),
             "queue.drain": self.drain,
             "queue.set": self.set,
+            "queue.options": self.options,
             "why": self.why,
             "queue.restart": self.restart,
             "app.restart": self.restart_app,
@@ -275,7 +269,9 @@ class Verbs:
             "ping": lambda request: request.reply({"pong": True, "pid": os.getpid()}),
             "version": lambda request: request.reply({"version": VERSION, "protocol": PROTOCOL}),
             "shutdown": self.shutdown,
-            **dict.fromkeys(("push", "push_many", "recover", "cancel", "remove", "job", "jobs"), self._forward),
+            **dict.fromkeys(
+                ("push", "push_many", "recover", "cancel", "remove", "job", "job.run", "jobs"), self._forward
+            ),
             # Repeated to the new clerk if the clerk dies.
             "watch": lambda request: self._forward_to_clerk(request, "watch", request.params, repeat=True),
             # Needs no Redis, so it does not wait for the queue to be opened.
@@ -284,7 +280,8 @@ class Verbs:
             ),
             **ReleaseVerbs(self._forward_to_clerk, self._clerk, self._supervisor.loop.now).table(),
             **dict.fromkeys(("schedule", "schedules", "unschedule", "trigger"), self._forward),
-            **dict.fromkeys(("dead.list", "dead.show", "dead.retry", "dead.discard"), self._forward),
+            **dict.fromkeys(("schedule.pause", "schedule.resume"), self._forward),
+            **dict.fromkeys(("dead.list", "dead.groups", "dead.show", "dead.retry", "dead.discard"), self._forward),
         }
 
     def table_for_readers(self) -> dict[str, Verb]:
@@ -415,6 +412,12 @@ class Verbs:
             self._clerk.request("counts", {"names": [name]}, counted)
 
         check()
+
+    def options(self, request: Request) -> None:
+        """The options of a queue as this supervisor serves it, including those that Redis does not store."""
+        queue = self._queues.find(request.params.get("name"))
+        options = self._supervisor.config.options_of(queue.spec)
+        request.reply({"name": queue.spec.name, "mode": queue.spec.mode, "options": dict(options)})
 
     def set(self, request: Request) -> None:
         """Changes live options; they apply from the next claim on."""

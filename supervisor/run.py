@@ -16,13 +16,13 @@ from forq.errors import ConfigError, ForqError
 from forq.logging_setup import StderrHandler, configure
 from forq.procs import orphans
 from forq.procs.loop import Loop
+from forq.procs.ownership import changeable_by, strict_modes
 from forq.procs.treekill import become_subreaper
 from forq.queue_spec import QueueSpec
 from forq.supervisor import entry_points, systemd
 from forq.supervisor.apply import ConfigChanges
 from forq.supervisor.config import Config, capacity_warning, load
 from forq.supervisor.control import ControlServer, warn_of_few_descriptors
-from forq.supervisor.ownership import changeable_by, strict_modes
 from forq.supervisor.reload import Reload
 from forq.supervisor.remote import RemoteCalls
 from forq.supervisor.requests import Verbs

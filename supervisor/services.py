@@ -16,6 +16,7 @@ from forq.log_format import choose_format
 from forq.procs.cgroups import Cgroup, Cgroups, Delegation
 from forq.procs.context import Context
 from forq.procs.loop import Loop, Timer
+from forq.procs.minutes import MinuteRings
 from forq.procs.scoreboard import AttemptStats, Role, Scoreboard
 from forq.queue_spec import QueueSpec
 from forq.redis_url import shown_url
@@ -77,8 +78,9 @@ class Services:
         self._serve_timer: Timer | None = None
         self._served_at = float("-inf")
         self.scoreboard = Scoreboard.create()
-        # Opened here, so that the address stays bound when the metrics process dies.
+        # Opened here, so that the addresses stay bound when these processes die.
         self._metrics_listener = None if config.metrics is None else config.metrics.open(config.control_group)
+        self._web_listener = None if config.web is None else config.web.open(config.control_group)
         self._watch_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._cgroups = _cgroups(config, state)
         self._delegation = None if self._cgroups is None else Delegation(self._cgroups)
@@ -104,6 +106,7 @@ class Services:
             self._service(f"bridge {bridge.listen}", partial(self._run_bridge, bridge)) for bridge in config.bridges
         )
         self.metrics = () if self._metrics_listener is None else (self._metrics_service(self._metrics_listener),)
+        self.web = () if self._web_listener is None else (self._web_service(self._web_listener),)
 
     def _context(self, processor: str) -> Context:
         config, state = self._config, self._state
@@ -126,7 +129,8 @@ class Services:
             control_socket=str(config.socket),
             health_seconds=0.0 if config.metrics is None else config.metrics.health_seconds,
             scoreboard=self.scoreboard,
-            stats=None if config.metrics is None else AttemptStats(),
+            stats=None if config.metrics is None and config.web is None else AttemptStats(),
+            rings=None if config.web is None else MinuteRings(config.max_queues),
             watch_fd=self._watch_fd,
             child_pids=self.children.pids,
             cgroups=self._cgroups,
@@ -151,7 +155,7 @@ class Services:
     def all(self) -> tuple[Service, ...]:
         return (
             *(self.pulse, self.scribe, self.clerk, self.logger),
-            *(*self.bridges, *self.metrics, *self.warden.services),
+            *(*self.bridges, *self.metrics, *self.web, *self.warden.services),
         )
 
     def start(self) -> None:
@@ -187,6 +191,8 @@ class Services:
     def close(self) -> None:
         if self._config.metrics is not None and self._metrics_listener is not None:
             self._config.metrics.close(self._metrics_listener)
+        if self._config.web is not None and self._web_listener is not None:
+            self._config.web.close(self._web_listener)
         if self._cgroups is not None:
             self._cgroups.remove()
         if self._delegation is not None:
@@ -368,6 +374,16 @@ class Services:
             return entry_points.run_metrics(context, listener, leash)
 
         return self._service("metrics", run, keep_fds=(listener.fileno(),))
+
+    def _web_service(self, listener: socket.socket) -> Service:
+        config = self._config
+        assert config.web is not None
+        settings = config.web.settings(config.control_group, config.control_read_group)
+
+        def run(context: Context, leash: socket.socket) -> int:
+            return entry_points.run_web(context, settings, listener, leash)
+
+        return self._service("web", run, keep_fds=(listener.fileno(),))
 
     def _run_bridge(self, bridge: BridgeConfig, context: Context, leash: socket.socket) -> int:
         return entry_points.run_bridge(

@@ -8,9 +8,14 @@ from forq.procs.stacks import STACK_FILE, STACK_SIGNAL
 from forq.supervisor.child import Child
 
 POLL_SECONDS = 0.003
-# A dump is complete when its size has not changed for this many polls. Without any output for 0.2 s there is none.
+# A dump is complete when its size has not changed for this many polls: it ends with the main thread, whose outermost
+# frame is a module. Without that end, the process may have been preempted while it wrote. Without any output for 0.2 s
+# there is no dump.
 STABLE_POLLS = 2
+STABLE_POLLS_WITHOUT_END = 20
 MAX_POLLS = 66
+# The last line of a stack that faulthandler has cut is "  ...".
+ENDS = (b" in <module>\n", b"  ...\n")
 MAX_DUMP_BYTES = 256 * 1024
 
 
@@ -69,11 +74,18 @@ class Stacks:
         self._polls += 1
         self._stable = self._stable + 1 if size and size == self._size else 0
         self._size = size
-        complete = self._stable >= STABLE_POLLS and not self._coroutines_requested
+        complete = self._is_complete() and not self._coroutines_requested
         if complete or self._polls >= MAX_POLLS:
             self._finish()
         else:
             self._loop.call_later(POLL_SECONDS, self._poll)
+
+    def _is_complete(self) -> bool:
+        if self._stable < STABLE_POLLS:
+            return False
+        return self._stable >= STABLE_POLLS_WITHOUT_END or os.pread(self._file, 64, max(0, self._size - 64)).endswith(
+            ENDS
+        )
 
     def _finish(self) -> None:
         dump = ""

@@ -23,8 +23,8 @@ from typing import Any
 
 from forq.errors import ConfigError, ForqError
 from forq.procs.orphans import TreeMark
+from forq.procs.ownership import refuse_changeable
 from forq.procs.treekill import kill_tree, read_stat, self_and_ancestors
-from forq.supervisor.ownership import refuse_changeable
 from forq.values import check_queue_name
 
 POLL_SECONDS = 0.005

@@ -20,7 +20,12 @@ from tests.support.marks import SPEC_IDS, MarkReport, fault_rows
 
 # Spark is large and only its own tests need it: `make test-all` installs it.
 SPARK_INSTALLED = find_spec("pyspark") is not None
-collect_ignore = [] if SPARK_INSTALLED else ["pipeline"]
+# `make test-web` installs Selenium and the browser.
+BROWSER_INSTALLED = find_spec("selenium") is not None and shutil.which("chromedriver") is not None
+collect_ignore = [
+    *([] if SPARK_INSTALLED else ["pipeline"]),
+    *([] if BROWSER_INSTALLED else ["web/browser"]),
+]
 
 # The seed of all random choices of the tests.
 SEED = "FORQ_TEST_SEED"
@@ -50,7 +55,12 @@ def redis_url(request: pytest.FixtureRequest) -> str:
 
 
 def pytest_report_header() -> str:
-    return "" if SPARK_INSTALLED else "Spark is not installed: tests/pipeline is left out (make test-all installs it)"
+    left_out = (
+        [] if SPARK_INSTALLED else ["Spark is not installed: tests/pipeline is left out (make test-all installs it)"]
+    )
+    if not BROWSER_INSTALLED:
+        left_out.append("no Selenium or chromedriver: tests/web/browser is left out (make test-web installs them)")
+    return "\n".join(left_out)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

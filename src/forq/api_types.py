@@ -148,6 +148,33 @@ class JobBrief(TypedDict):
     state: State
 
 
+class JobDetails(JobBrief, total=False):
+    """A job of a page with details. Times are epoch seconds. A broken record has only `record_error`."""
+
+    type: str | None
+    priority: int
+    enqueued_at: float
+    run_at: float | None
+    retry_count: int
+    stall_count: int
+    timeout_count: int
+    suspect: bool
+    record_error: str
+    # Active jobs.
+    worker: str
+    removed: bool
+    # Active, done and dead jobs.
+    fence: int
+    # Dead jobs. `error`: the name of the exception; `attempts`: the number of those that are kept.
+    died_at: float
+    error: str | None
+    message: str | None
+    attempts: int
+    # Done jobs.
+    ended_at: float
+    run_seconds: float | None
+
+
 class DeadBrief(TypedDict):
     """A dead job of a page. `error`: the name of its exception. `died_at`: epoch seconds. `attempts`: those that are
     kept, at most 10."""
@@ -221,6 +248,7 @@ class ScheduleInfo(TypedDict, total=False):
     catch_up: CatchUp
     origin: str | None
     error: str
+    paused: Required[bool]
     next_at: Required[float | None]
     last_at: Required[float | None]
     runs: Required[int]

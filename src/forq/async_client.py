@@ -369,6 +369,10 @@ class AsyncQueue:
         """See Queue.remove."""
         return await self._run(lambda queue: queue.remove(id))
 
+    async def run_now(self, id: str) -> None:
+        """See Queue.run_now."""
+        await self._run(lambda queue: queue.run_now(id))
+
     async def wait_release(self, id: str, timeout: float | timedelta | None = None) -> AsyncRelease | None:
         """See Queue.wait_release."""
         return await self._get_release(id, mode="auto_release", wait_seconds=to_seconds(timeout))
@@ -516,6 +520,14 @@ class AsyncQueue:
     async def unschedule(self, key: str) -> bool:
         """See Queue.unschedule."""
         return await self._run(lambda queue: queue.unschedule(key))
+
+    async def pause_schedule(self, key: str) -> bool:
+        """See Queue.pause_schedule."""
+        return await self._run(lambda queue: queue.pause_schedule(key))
+
+    async def resume_schedule(self, key: str) -> bool:
+        """See Queue.resume_schedule."""
+        return await self._run(lambda queue: queue.resume_schedule(key))
 
     async def trigger(self, key: str) -> str:
         """See Queue.trigger."""

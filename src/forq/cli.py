@@ -3,13 +3,22 @@
 import argparse
 import sys
 
+from forq.errors import ConfigError
 from forq.procs.standard_streams import open_missing_streams
 from forq.settings import SERVICE
 from forq.version import VERSION
+from forq.web.settings import check_packages
 
 
 def main() -> int:
     open_missing_streams()
+    if sys.argv[1:2] == ["web"]:
+        try:
+            # Before its arguments are declared, which needs the packages, too.
+            check_packages("forq web")
+        except ConfigError as exc:
+            print(f"forq: {exc}", file=sys.stderr)
+            return exc.exit_code
     arguments = parser_for(*sys.argv[1:2]).parse_args()
     if arguments.command == "pipeline":
         from forq.pipeline import cli
@@ -19,10 +28,18 @@ def main() -> int:
         from forq.bridge import run as bridge
 
         return bridge.run(arguments)
+    if arguments.command == "web":
+        from forq.web import run as web
+
+        return web.run(arguments)
     if arguments.command == "app":
         from forq.app import command
 
         return command.run(arguments)
+    if arguments.command == "web-user":
+        from forq.web import users
+
+        return users.run(arguments)
     from forq.supervisor.run import run
 
     given = {name: value for name, value in vars(arguments).items() if name != "command"}
@@ -69,6 +86,16 @@ def parser_for(*names: str) -> argparse.ArgumentParser:
         from forq.bridge.run import add_arguments
 
         add_arguments(bridge)
+    web = commands.add_parser("web", help="the dashboard, without a supervisor (forq[web])")
+    if "web" in names:
+        from forq.web.run import add_arguments as add_arguments_of_web
+
+        add_arguments_of_web(web)
+    web_user = commands.add_parser("web-user", help="set the password of a user of the dashboard, or remove the user")
+    if "web-user" in names:
+        from forq.web.users import add_arguments as add_arguments_of_web_user
+
+        add_arguments_of_web_user(web_user)
     pipeline = commands.add_parser("pipeline", help="history, audit, report and replay, on Spark (forq[pipeline])")
     if "pipeline" in names:
         # Importing Spark takes longer than starting a supervisor.

@@ -296,6 +296,11 @@ class Queue:
         """Removes a job. A running one is not interrupted, but dropped when it ends, whatever its outcome."""
         return self._producer().remove(id)
 
+    def run_now(self, id: str) -> None:
+        """Makes a scheduled job ready before its time: one enqueued with run_at or run_in, or one that waits for its
+        retry. Its counts stay. UnknownJob if there is none, UsageError if the job is in another state."""
+        self._producer().run_now(id)
+
     def wait_release(self, id: str, timeout: float | timedelta | None = None) -> Release | None:
         """Waits for the release of this item of a queue of mode auto_release; None after `timeout` (seconds).
 
@@ -458,6 +463,14 @@ class Queue:
     def unschedule(self, key: str) -> bool:
         """Removes a schedule, but not its jobs. False if there is none."""
         return self._schedules().drop(key)
+
+    def pause_schedule(self, key: str) -> bool:
+        """Pauses a schedule until it is resumed or removed; its definition and counts stay. False if it was paused."""
+        return self._schedules().pause(key)
+
+    def resume_schedule(self, key: str) -> bool:
+        """Ends the pause of a schedule; ticks of the pause are not caught up. False if it was not paused."""
+        return self._schedules().resume(key)
 
     def trigger(self, key: str) -> str:
         """Enqueues a job of the schedule now and returns its id; the ticks stay. Exists if that would overlap."""

@@ -81,7 +81,12 @@ def printable(text: str) -> str:
     """Escapes control characters, and indents all lines but the first."""
     if text.isprintable():
         return text
-    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text).replace("\n", "\n    ")
+    return without_controls(text).replace("\n", "\n    ")
+
+
+def without_controls(text: str) -> str:
+    """Escapes control characters, also those that change the direction of text, but not the ends of lines."""
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def _local(iso: str, date: bool) -> str:

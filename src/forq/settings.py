@@ -1,6 +1,6 @@
 """The table of all settings: name, type, default, range, help, and how Redis stores them.
 
-1. SERVICE, PIPELINE, METRICS and BRIDGE are the settings of a supervisor, OPTIONS those of a queue. APP, TASK,
+1. SERVICE, PIPELINE, METRICS, WEB and BRIDGE are the settings of a supervisor, OPTIONS those of a queue. APP, TASK,
    DEFINITION and SCHEDULE describe what app_spec.py, queue_spec.py and schedules.py read.
 2. Setting.parse reads and checks a value from TOML, JSON, a variable or a command line.
 3. The functions at the end check the options of a queue and convert them to the fields in Redis.
@@ -15,7 +15,18 @@ from typing import Any
 
 from forq.errors import InvalidOption, UsageError
 from forq.paths import DEFAULT_PREFIX
-from forq.values import CPUS, OFF, NotAllowed, allowed_values, parse_rate, read_value, show_duration, show_size, shown
+from forq.values import (
+    CPUS,
+    OFF,
+    NotAllowed,
+    allowed_values,
+    parse_rate,
+    read_value,
+    show_duration,
+    show_rate,
+    show_size,
+    shown,
+)
 
 Value = int | float | bool | str
 
@@ -136,9 +147,21 @@ class Setting:
             return {f"{self.name}_count": count, f"{self.name}_ms": round(seconds * 1000)}
         return {self.name: int(value)}
 
+    def read_fields(self, fields: Mapping[str, str]) -> Any:
+        """The value from its fields in Redis; None if they are missing or not numbers."""
+        try:
+            if self.kind == "duration":
+                return int(fields[f"{self.name}_ms"]) / 1000
+            if self.kind == "rate":
+                return show_rate(int(fields[f"{self.name}_count"]), int(fields[f"{self.name}_ms"]) / 1000)
+            number = int(fields[self.name])
+        except (KeyError, ValueError):
+            return None
+        return bool(number) if self.kind == "flag" else number
+
 
 # Tables of the config file besides the settings of SERVICE.
-SECTIONS = ("apps", "queues", "pipeline", "bridge", "metrics")
+SECTIONS = ("apps", "queues", "pipeline", "bridge", "metrics", "web")
 
 
 def _rows(*rows: Setting, **same: Any) -> dict[str, Setting]:
@@ -223,6 +246,27 @@ METRICS: Mapping[str, Setting] = _rows(
             "HOST:PORT, or the path of a Unix socket. There is no authentication: listen on a private address."),
     Setting("health_seconds", "duration", 60.0, (0.1, _DAY),
             "/healthz reports a queue as stuck if jobs are waiting and none has started or ended for this long."),
+    live=False,
+    stored=False,
+)
+
+WEB: Mapping[str, Setting] = _rows(
+    Setting("listen", "listen", "127.0.0.1:9465", (),
+            "HOST:PORT, or the path of a Unix socket. On a loopback address or a Unix socket the rules of the control "
+            "socket apply to the local user; any other address needs `users` or `proxies`."),
+    Setting("read_only", "flag", False, (False, True), "Show everything, change nothing."),
+    Setting("users", "path", None, (),
+            'File of users and password hashes, written by `forq web-user FILE NAME`. "": no passwords.',
+            sample='"web-users"'),
+    Setting("proxies", "names", (), (),
+            'Addresses or networks of the proxies that authenticate users, or "unix" for a proxy that connects to the '
+            "Unix socket.", sample='["10.0.0.5"]'),
+    Setting("proxy_header", "header", "X-Forwarded-User", (), "The header in which such a proxy names the user."),
+    Setting("proxy_actors", "names", (), (),
+            "Users of the proxy that may act; the others may only read. []: all may act."),
+    Setting("hosts", "names", (), (),
+            "Names under which browsers reach the dashboard, besides localhost and the address of `listen`.",
+            sample='["forq.example.com"]'),
     live=False,
     stored=False,
 )

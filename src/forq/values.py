@@ -93,6 +93,7 @@ _RATE = r"([0-9]{1,7})\s*/\s*(\S.*)"
 _INT = r"[+-]?[0-9]{1,18}"
 # Braces would replace the queue's name as hash tag.
 _PREFIX = r"[A-Za-z0-9_.:-]{0,64}"
+_HEADER = r"[A-Za-z0-9-]{1,64}"
 _ADDRESS = r"(?:\[[0-9A-Fa-f:.%]+\]|[A-Za-z0-9_.-]+):([0-9]{1,5})"
 
 _ALLOWED = {
@@ -103,6 +104,8 @@ _ALLOWED = {
     "prefix": "up to 64 of A-Z a-z 0-9 _ . : -",
     "group": "the name of a group, as text",
     "patterns": "a list of regular expressions, as text",
+    "names": "a list of text",
+    "header": "the name of an HTTP header: letters, digits and hyphens",
     "tracing": '"off", "otlp" or "file:PATH"',
     "history": "a directory or a file-system URL",
     "listen": '"HOST:PORT" with a port from 1 to 65535, or the path of a Unix socket with a slash in it',
@@ -280,6 +283,18 @@ def _read_patterns(value: object) -> tuple[str, ...]:
         raise NotAllowed(f"{_ALLOWED['patterns']} ({exc})") from exc
 
 
+def _read_names(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(name, str) and name and "\0" not in name for name in value):
+        raise UsageError
+    return tuple(value)
+
+
+def _read_header(value: object) -> str:
+    if not re.fullmatch(_HEADER, _read_text(value)):
+        raise UsageError
+    return str(value)
+
+
 def _read_tracing(value: object, base: str) -> str:
     kind, _, path = _read_text(value).partition(":")
     if kind == "file" and path:
@@ -316,6 +331,8 @@ _READERS: Mapping[str, Callable[..., object]] = {
     "prefix": _read_prefix,
     "group": _read_group,
     "patterns": _read_patterns,
+    "names": _read_names,
+    "header": _read_header,
     "processes": _read_processes,
 }
 _PATH_READERS: Mapping[str, Callable[[object, str], object]] = {

@@ -23,7 +23,7 @@ from forq.broker.enqueue import JobIdentity, Restored, Update, new_job
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.record import unpack
 from forq.broker.recovery import Outcome, Position
-from forq.errors import Exists, Fenced, QueueFull
+from forq.errors import Exists, Fenced, QueueFull, UnknownJob, UsageError
 from tests.broker.sweeping import sweeping_at_once
 from tests.support.drive.one_queue import EXPIRY_MS, HandWorker, OneQueue
 from tests.support.drive.server import Server
@@ -485,6 +485,17 @@ class QueueMachine(RuleBasedStateMachine):
     def take_away(self, job_id: str, even_active: bool) -> None:
         call = self.queue.producer.remove if even_active else self.queue.producer.cancel
         assert call(job_id) == self.model.cancel(job_id, even_active=even_active)
+
+    @rule(job_id=IDS, again=SELDOM)
+    def run_now(self, job_id: str, again: bool) -> None:
+        """The call may arrive twice."""
+        for _ in range(1 + again):
+            expected = self.model.run_now(job_id)
+            if expected:
+                self.queue.producer.run_now(job_id)
+            else:
+                with pytest.raises(UnknownJob if expected is None else UsageError):
+                    self.queue.producer.run_now(job_id)
 
     @rule(promote=st.booleans())
     def let_time_pass(self, promote: bool) -> None:

@@ -32,6 +32,10 @@ METHODS = (
         "schedules",
         "unschedule",
         "trigger",
+        "schedule.pause",
+        "schedule.resume",
+        "job.run",
+        "dead.groups",
         "why",
     ),
 )

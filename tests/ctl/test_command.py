@@ -29,7 +29,7 @@ REQUESTS = (".TH", ".SH", ".SS", ".TP", ".RS", ".RE", ".B", ".nh", ".ad", '.\\"'
 def test_the_index_maps_every_declared_command_to_its_module() -> None:
     for module in sorted(set(MODULES.values())):
         text = (ROOT / "src/forq/ctl/commands" / f"{module}.py").read_text()
-        named = re.findall(r'^@Command\(\s*"(\w+)"', text, re.MULTILINE)
+        named = re.findall(r'^@Command\(\s*"([\w-]+)"', text, re.MULTILINE)
         assert sorted(named) == sorted(name for name, home in MODULES.items() if home == module)
     assert sorted(COMMANDS) == sorted(MODULES)
     modules = {path.stem for path in (ROOT / "src/forq/ctl/commands").glob("*.py")}

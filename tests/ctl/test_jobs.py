@@ -1,6 +1,7 @@
 """forqctl jobs, job, remove, cancel and dead."""
 
 import json
+import time
 from typing import Any
 
 import pytest
@@ -125,3 +126,71 @@ def test_dead_retry_all_draws_its_progress_on_a_terminal(fake: FakeSupervisor) -
     shown = on_a_terminal(fake, "dead", "retry", "q", "--all")
     assert " 50% 50 retried" in shown
     assert shown.endswith("retried 100 jobs of q\r\n")
+
+
+def test_jobs_are_filtered_until_the_page_is_full_or_all_are_scanned(fake: FakeSupervisor) -> None:
+    job = {"id": "1", "identifier": "a", "state": "dead"}
+    pages = {None: ([job], "dead/2/b@1"), "dead/2/b@1": ([job, job], "dead/1/a@1")}
+
+    def answer(params: dict[str, Any]) -> dict[str, Any]:
+        found, following = pages[params.get("after")]
+        return {"jobs": found, "next": following, "scanned": 10000}
+
+    fake.answers["jobs"] = answer
+    flags = ("--state", "dead", "--type", "mail", "--error", "Time", "--limit", "3", "--since", "1970-01-01T00:01Z")
+    code, out, err = forqctl(fake, "jobs", "q", *flags)
+    assert (code, len(out.splitlines())) == (0, 4)
+    again = "--state dead --limit 3 --type mail --error Time --since 1970-01-01T00:01Z --after dead/1/a@1"
+    assert err == f"more: forqctl jobs q {again}\n"
+    wanted = {"type": "mail", "error": "Time", "since": 60.0}
+    first = {"name": "q", "state": "dead", "limit": 3, "filter": wanted}
+    assert fake.calls == [("jobs", first), ("jobs", {**first, "limit": 2, "after": "dead/2/b@1"})]
+    assert json.loads(forqctl(fake, "jobs", "q", *flags, "--json")[1])["scanned"] == 20000
+
+
+def test_a_time_may_be_a_duration_before_now(fake: FakeSupervisor) -> None:
+    fake.answers["jobs"] = {"jobs": [], "next": None, "scanned": 0}
+    forqctl(fake, "jobs", "q", "--state", "done", "--until", "2h")
+    assert fake.calls[0][1]["filter"]["until"] == pytest.approx(time.time() - 7200, abs=5)
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--type", "mail"), "--type needs --state"),
+        (("--state", "dead", "--since", "yesterday"), "time 'yesterday' is not allowed: a duration before now (2h)"),
+    ],
+)
+def test_an_invalid_filter_is_refused(fake: FakeSupervisor, flags: tuple[str, ...], message: str) -> None:
+    code, _, err = forqctl(fake, "jobs", "q", *flags)
+    assert code == 2
+    assert message in err
+    assert fake.calls == []
+
+
+def test_run_now_makes_a_scheduled_job_ready(fake: FakeSupervisor) -> None:
+    fake.answers["job.run"] = {"id": "7"}
+    assert forqctl(fake, "run-now", "q", "7") == (0, "7 is ready\n", "")
+    assert fake.calls == [("job.run", {"name": "q", "id": "7"})]
+    fake.answers["job.run"] = errors.UsageError("it is waiting")
+    assert forqctl(fake, "run-now", "q", "7") == (2, "", "forqctl: it is waiting\n")
+
+
+def test_dead_groups_adds_up_the_groups_of_all_pages(fake: FakeSupervisor) -> None:
+    group = {"key": "k", "error": "KeyError", "type": "mail", "pattern": "no #", "count": 2, "newest_died_at": 60}
+    newest = {**group, "sample": "b@2", "message": "no 2"}
+    other = {**newest, "key": "l", "error": None, "type": None, "count": 3}
+    pages = {None: ([newest], "5/a@1"), "5/a@1": ([other, {**newest, "count": 5, "sample": "a@1"}], None)}
+    fake.answers["dead.groups"] = lambda params: dict(
+        zip(("groups", "next"), pages[params.get("after")], strict=True), scanned=7
+    )
+    assert forqctl(fake, "dead", "groups", "q") == (
+        0,
+        "COUNT  TYPE  NEWEST                    SAMPLE  ERROR\n"
+        "    7  mail  1970-01-01T00:01:00.000Z  b@2     KeyError: no #\n"
+        "    3  -     1970-01-01T00:01:00.000Z  b@2     no #\n",
+        "",
+    )
+    shown = json.loads(forqctl(fake, "dead", "groups", "q", "--json")[1])
+    assert ([each["count"] for each in shown["groups"]], shown["scanned"]) == ([7, 3], 14)
+    assert forqctl(fake, "dead", "groups", "q", "a")[0] == 2

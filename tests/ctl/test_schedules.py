@@ -89,3 +89,22 @@ def test_trigger_prints_the_id(fake: FakeSupervisor) -> None:
     fake.answers["trigger"] = {"id": "schedule:k"}
     assert forqctl(fake, "trigger", "q", "k") == (0, "schedule:k\n", "")
     assert fake.calls == [("trigger", {"name": "q", "key": "k"})]
+
+
+def test_a_paused_schedule_is_shown_as_paused(fake: FakeSupervisor) -> None:
+    fake.answers["schedules"] = {"schedules": [{**NIGHT, "paused": True, "next_at": None}]}
+    assert forqctl(fake, "schedules")[1].splitlines()[1].split()[-5:] == ["paused", "-", "3", "1", "0"]
+
+
+def test_schedules_are_paused_and_resumed(fake: FakeSupervisor) -> None:
+    fake.answers |= {"schedule.pause": {"paused": True}, "schedule.resume": {"resumed": True}}
+    assert forqctl(fake, "pause-schedule", "q", "night") == (0, "night of q paused\n", "")
+    assert forqctl(fake, "resume-schedule", "q", "night") == (0, "night of q resumed\n", "")
+    params = {"name": "q", "key": "night"}
+    assert fake.calls == [("schedule.pause", params), ("schedule.resume", params)]
+    fake.answers |= {"schedule.pause": {"paused": False}, "schedule.resume": {"resumed": False}}
+    assert forqctl(fake, "pause-schedule", "q", "night") == (0, "night of q was paused before\n", "")
+    assert forqctl(fake, "resume-schedule", "q", "night") == (0, "night of q was not paused\n", "")
+    assert json.loads(forqctl(fake, "resume-schedule", "q", "night", "--json")[1]) == {"resumed": False}
+    fake.answers["schedule.pause"] = errors.UnknownSchedule("none")
+    assert forqctl(fake, "pause-schedule", "q", "x") == (4, "", "forqctl: none\n")

@@ -222,7 +222,7 @@ def test_completion_for_bash_offers_commands_and_flags() -> None:
         shell = ["bash", "-c", line + '_forqctl; printf "%s\\n" "${COMPREPLY[@]}"']
         return subprocess.run(shell, capture_output=True, text=True, check=True).stdout.split()
 
-    assert offered("forqctl", "re") == ["recover", "remove", "resume", "restart"]
+    assert offered("forqctl", "re") == ["resume-schedule", "recover", "remove", "resume", "restart"]
     assert offered("forqctl", "dead", "s") == ["show"]
     assert offered("forqctl", "--socket", "x", "jobs", "q", "--state", "") == [
         "waiting",

@@ -116,7 +116,7 @@ def flags(command: Command) -> set[str]:
 def test_every_command_in_the_prose_exists_with_these_options(page: Path) -> None:
     wrong = []
     for span in code_spans(page):
-        if (typed := re.match(r"forqctl (?:\[[^]]*\] )*([a-z]\w*)\b(.*)", span)) is None:
+        if (typed := re.match(r"forqctl (?:\[[^]]*\] )*([a-z][\w-]*)(.*)", span)) is None:
             continue
         name, rest = typed.groups()
         used = set(re.findall(r"(?<![\w-])--?[a-z][a-z-]*", re.sub(r"'[^']*'", "", rest)))

@@ -54,8 +54,12 @@ RUN_BLOCKS = (
     DRAIN,
     BULK,
 )
-# The first needs Spark. test_testing_guide.py, tests/end_to_end, tests/contrib and tests/examples run the others.
-_PAGES_NOT_RUN = ("pipeline", "fastapi", "flask", "sentry", "testing", "django", "django-outbox", "django-tasks")
+# The first needs Spark. test_testing_guide.py, tests/web, tests/end_to_end, tests/contrib and tests/examples run the
+# others.
+_PAGES_NOT_RUN = (
+    *("pipeline", "fastapi", "flask", "sentry", "testing", "django", "django-outbox", "django-tasks"),
+    "dashboard",
+)
 NOT_RUN = [block for page in _PAGES_NOT_RUN for block in examples(f"docs/guide/{page}.md")]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from forq.services.metrics import request_status
+from forq.services.snapshot import request_status
 from tests.support.drive.metrics import Scraper
 from tests.support.drive.server import Server
 from tests.support.drive.supervisor import Forq, running

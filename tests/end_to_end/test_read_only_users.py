@@ -22,6 +22,7 @@ SECRET = "4711-secret"
 REFUSED = (
     *("app.restart", "config.plan", "config.apply"),
     *("queue.create", "queue.delete", "queue.pause", "queue.resume", "queue.drain", "queue.set", "queue.restart"),
+    "queue.options",
     *(
         "push",
         "push_many",
@@ -37,7 +38,9 @@ REFUSED = (
         "dequeue",
         "ack",
     ),
-    *("schedule", "schedules", "unschedule", "trigger", "dead.list", "dead.show", "dead.retry", "dead.discard"),
+    *("schedule", "schedules", "schedule.pause", "schedule.resume", "unschedule", "trigger"),
+    "job.run",
+    *("dead.list", "dead.groups", "dead.show", "dead.retry", "dead.discard"),
 )
 
 pytestmark = [
@@ -94,6 +97,9 @@ def ask_as(group: str, forq: Forq, method: str, **params: object) -> dict[str, A
         ("supervisors", {}),
         ("jobs", {"name": "q"}),
         ("jobs", {"name": "q", "state": "dead"}),
+        ("jobs", {"name": "q", "details": True}),
+        ("jobs", {"name": "q", "state": "dead", "details": True}),
+        ("jobs", {"name": "q", "state": "dead", "details": True, "filter": {"text": "shown"}}),
         ("job", {"name": "q", "id": "waiting"}),
         ("job", {"name": "q", "id": "dead"}),
         ("why", {"name": "q", "id": "waiting"}),
@@ -114,6 +120,19 @@ def test_a_reader_sees_the_state_of_a_job(forq: Forq) -> None:
     assert not {"data", "result", "error", "progress"} & set(job)
     why = ask_as(READERS, forq, "why", name="q", id="dead")["result"]["why"]
     assert why.startswith("it failed for good: ValueError; ")
+
+
+def test_a_reader_sees_details_of_jobs_in_a_list(forq: Forq) -> None:
+    (job,) = ask_as(READERS, forq, "jobs", name="q", state="dead", details=True)["result"]["jobs"]
+    assert (job["id"], job["identifier"], job["error"], job["attempts"]) == ("dead", "shown", "ValueError", 1)
+    assert not {"data", "message"} & set(job)
+
+
+def test_a_reader_cannot_guess_an_error_message_with_filters(forq: Forq) -> None:
+    params = {"name": "q", "state": "dead", "filter": {"error": SECRET}}
+    assert len(ask_as(OPERATORS, forq, "jobs", **params)["result"]["jobs"]) == 1
+    error = ask_as(READERS, forq, "jobs", **params)["error"]
+    assert (error["data"]["code"], "filter jobs by error" in error["message"]) == ("permission", True)
 
 
 def test_a_reader_sees_why_a_queue_cannot_be_served_but_none_of_its_code(forq: Forq) -> None:

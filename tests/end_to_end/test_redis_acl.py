@@ -24,7 +24,8 @@ USERS = ("worker", "producer", "monitor")
 # Used by the methods of a Queue (src/forq/client.py).
 OF_CLIENTS = (
     *("enqueue", "cancel", "counts", "wait", "await", "unawait", "ack", "pause"),
-    *("revive", "discard", "set_schedule", "drop_schedule", "trigger"),
+    *("revive", "discard", "run_now"),
+    *("set_schedule", "drop_schedule", "pause_schedule", "resume_schedule", "trigger"),
 )
 # Methods of a Queue that ask a supervisor: not for producers.
 CONTROLS = {"kill", "stack", "logs", "restart"}
@@ -172,6 +173,7 @@ def whole_api(client: Client) -> dict[str, Callable[[], object]]:
         "enqueue": lambda: work.enqueue(1, id="a", run_in=3600),
         "enqueue_many": lambda: work.enqueue_many([], tokens=[]),
         "enqueue_jobs": lambda: work.enqueue_jobs([new_job(1, id="b", run_in=3600)]),
+        "run_now": lambda: work.run_now("a"),
         "cancel": lambda: work.cancel("a"),
         "remove": lambda: work.remove("b"),
         "wait_release": lambda: gate.wait_release("x", timeout=0.01),
@@ -185,6 +187,8 @@ def whole_api(client: Client) -> dict[str, Callable[[], object]]:
         "discard_dead": lambda: raises(UnknownJob, lambda: work.discard_dead("gone")),
         "schedule": lambda: work.schedule("yearly", cron="0 0 1 1 *"),
         "schedules": work.schedules,
+        "pause_schedule": lambda: work.pause_schedule("yearly"),
+        "resume_schedule": lambda: work.resume_schedule("yearly"),
         "trigger": lambda: work.trigger("yearly"),
         "unschedule": lambda: work.unschedule("yearly"),
         "status": work.status,

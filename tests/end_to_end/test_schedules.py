@@ -157,3 +157,44 @@ def test_forqctl_manages_schedules(redis_url: str) -> None:
         assert forq.run_ctl("schedule", "q", "x", "--cron", "nonsense").returncode == 2
         forq.ctl("unschedule", "q", "night")
         assert forq.run_ctl("unschedule", "q", "night").returncode == 4
+
+
+def test_a_paused_schedule_stays_paused_over_a_restart(redis_url: str) -> None:
+    table = f'[queues.q]\nhandler = "traced:record"\npath = "{HANDLERS}"\n'
+    often = '[queues.q.schedules.often]\nevery = "1s"\noverlap = "queue"\n'
+    with running(redis=redis_url, settings=table + often) as forq:
+        wait_until(lambda: forq.traces("end"), what="the first tick")
+        assert forq.ctl("pause-schedule", "q", "often") == "often of q paused"
+        (before,) = forq.client().queue("q").schedules()
+        wait_until(lambda: len(forq.traces("end")) == before["runs"], what="the jobs of all ticks ran")
+        forq.stop()
+        forq.config.write_text(table + often.replace("1s", "2s"))
+        forq.start()
+        # A tick of another schedule shows that the queue is served, and pulse fires its ticks.
+        forq.ctl("schedule", "q", "other", "--every", "1h")
+        wait_until(lambda: forq.traces("end")[-1].job == "schedule:other", what="the other tick")
+        rows = [line.split() for line in forq.ctl("schedules", "q").splitlines()]
+        assert [row for row in rows if row[1] == "often"] == [
+            ["q", "often", "every", "2s", "-", "paused", *rows[1][6:]]
+        ]
+        after = next(one for one in forq.client().queue("q").schedules() if one["key"] == "often")
+        assert (after["paused"], after["next_at"], after["every"]) == (True, None, 2)
+        assert (after["runs"], after["missed"]) == (before["runs"], before["missed"])
+        assert forq.ctl("trigger", "q", "often").startswith("schedule:often:triggered:")
+        seen = len(forq.traces("end"))
+        assert forq.ctl("resume-schedule", "q", "often") == "often of q resumed"
+        wait_until(lambda: len(forq.traces("end")) >= seen + 2, what="it fires again")
+        resumed = next(one for one in forq.client().queue("q").schedules() if one["key"] == "often")
+        assert (resumed["paused"], resumed["missed"]) == (False, before["missed"])
+
+
+def test_a_job_that_waits_for_its_time_runs_now(redis_url: str) -> None:
+    with running(redis=redis_url) as forq:
+        forq.create("q", "record")
+        forq.wait_for_child("q")
+        forq.client().queue("q").enqueue(1, id="later", run_in=3600)
+        assert forq.ctl("run-now", "q", "later") == "later is ready"
+        wait_until(lambda: [trace.job for trace in forq.traces("end")] == ["later"], what="it ran")
+        ended = forq.run_ctl("run-now", "q", "later")
+        assert ended.returncode == 4
+        assert "later" in ended.stderr

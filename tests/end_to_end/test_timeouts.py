@@ -45,6 +45,16 @@ def overruns(forq: Forq, queue: str, times: int) -> list[float]:
     return late
 
 
+def test_a_killed_job_keeps_its_stack_beside_idle_workers(forq: Forq) -> None:
+    """They leave at once; the process must not die before the stack is read."""
+    forq.create("beside", "act", concurrency=4, timeout="200ms", max_timeouts=0)
+    queue = forq.client().queue("beside")
+    for number in range(8):
+        job_id = queue.enqueue({"do": "hang"})
+        wait_until(lambda: queue.status()["dead"] > number, what="the job is dead")  # noqa: B023
+        assert "in do" in queue.job(job_id)["attempts"][-1].get("stack", "")
+
+
 @pytest.mark.fault("handler keeps the interpreter")
 @pytest.mark.spec("Q14", "Q15", "Q17")
 def test_a_c_loop_that_holds_the_gil_is_killed_at_its_deadline_and_its_stack_is_kept(forq: Forq) -> None:

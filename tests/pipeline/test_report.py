@@ -30,6 +30,7 @@ from forq.pipeline.report.figures import (
 )
 from forq.pipeline.report.page import MISSING, empty_page, report_page
 from tests.pipeline.event_rows import BEGIN, Journal, Traffic, event, simulated
+from tests.support.drive.charts import axes_in, labels_shown
 from tests.support.drive.supervisor import running
 from tests.support.drive.wait import wait_until
 
@@ -95,6 +96,15 @@ def test_wait_is_from_ready_or_due_to_claimed_and_run_time_is_as_measured(spark:
     slowest = [(one.attempt, one.verb, one.wait_us, one.run_us) for one in figures.slowest]
     assert slowest == [(2, "done", 500_000, 4 * SECOND), (1, "retried", 2 * SECOND, SECOND)]
     assert [(cause.verb, cause.count, cause.examples) for cause in figures.causes] == [("retried", 1, ["a"])]
+
+
+def test_the_wait_of_a_job_that_was_run_before_its_time_begins_then(spark: SparkSession) -> None:
+    journal = Journal("q")
+    journal.note(0, event("enqueued", "a"), event("scheduled", "a", due=3600 * SECOND))
+    journal.note(2 * SECOND, event("promoted", "a"))
+    journal.note(5 * SECOND, event("claimed", "a", fence=1, attempt=1))
+    journal.note(6 * SECOND, event("done", "a", fence=1, micros=SECOND))
+    assert figures_of(spark, journal).times == Times((3 * SECOND,) * 3, (SECOND,) * 3)
 
 
 def test_running_jobs_are_counted_in_the_buckets_in_which_they_run(spark: SparkSession) -> None:
@@ -238,16 +248,6 @@ def test_the_busiest_of_many_queues_are_named_and_all_are_counted(spark: SparkSe
     Outline(report_page("t", "", figures))
 
 
-def labels_shown(axis: str, width_px: int) -> list[tuple[float, float]]:
-    """Left and right edge, in px, of the labels that an axis of this width shows; about 0.58 em per character."""
-    found = []
-    for kind, place, text in re.findall(r'<span(?: class="(\w+)")? style="left:([\d.]+)%">([^<]*)</span>', axis):
-        if not kind.startswith("w") or width_px >= int(kind[1:]):
-            middle, half = float(place) / 100 * width_px, len(text) * 0.58 * 11.5 / 2
-            found.append((middle - half, middle + half))
-    return found
-
-
 @pytest.mark.parametrize("length_us", [SECOND // 2, MINUTE, HOUR, DAY, 40 * DAY])
 def test_labels_of_an_axis_do_not_overlap_at_any_width(spark: SparkSession, length_us: int) -> None:
     journal = Journal("q")
@@ -256,9 +256,9 @@ def test_labels_of_an_axis_do_not_overlap_at_any_width(spark: SparkSession, leng
         journal.note(at, event("enqueued", f"{number}"), event("claimed", f"{number}", fence=1, attempt=1))
         journal.note(at + 1, event("done", f"{number}", fence=1, micros=10**number // 10))
     page = report_page("t", "", figures_of(spark, journal))
-    axes = re.findall(r'<div class="x">(.*?)</div>|<div class="range axis"><b></b>(.*?)<small>', page)
+    axes = axes_in(page)
     assert len(axes) > 6
-    for axis in ("".join(parts) for parts in axes):
+    for axis in axes:
         labels = len(labels_shown(axis, 10**6))
         assert len(labels_shown(axis, 1200)) >= min(3, labels)
         for width_px in range(150, 1250, 10):

@@ -12,7 +12,7 @@ import pytest
 
 from forq import Client
 from forq.broker.keys import DEFAULT_PREFIX
-from forq.services.metrics import Sampler
+from forq.services.snapshot import Sampler
 from tests.support.drive.redis_cluster import RedisCluster, redis_cluster
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until

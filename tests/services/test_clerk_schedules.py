@@ -22,27 +22,27 @@ def clerk(redis_url: str, tmp_path: Path) -> Clerk:
 
 
 def keys(clerk: Clerk, **params: Any) -> list[tuple[str, str]]:
-    answer: Any = clerk.schedules(params)
+    answer: Any = clerk.redis_verbs.schedules(params)
     return [(one["queue"], one["key"]) for one in answer["schedules"]]
 
 
 def test_a_schedule_is_set_listed_and_ended(clerk: Clerk) -> None:
     clerk.create({"name": "other", **QUEUE})
-    made: Any = clerk.schedule({"name": "q", "key": "k", "cron": "0 3 * * *", "zone": "Asia/Kathmandu"})
+    made: Any = clerk.redis_verbs.schedule({"name": "q", "key": "k", "cron": "0 3 * * *", "zone": "Asia/Kathmandu"})
     assert len(made["upcoming"]) == 5
     assert {tick["local"][10:] for tick in made["upcoming"]} == {"T03:00:00+05:45"}
     assert made["upcoming"][0]["at"] == made["next_at"]
-    clerk.schedule({"name": "other", "key": "o", "every": "1m"})
+    clerk.redis_verbs.schedule({"name": "other", "key": "o", "every": "1m"})
     assert keys(clerk) == [("other", "o"), ("q", "k")]
     assert keys(clerk, name="q") == [("q", "k")]
-    assert clerk.schedules({"name": "q", "key": "k"}) == {"schedules": [made]}
-    ended = clerk.unschedule({"name": "q", "key": "k"})
+    assert clerk.redis_verbs.schedules({"name": "q", "key": "k"}) == {"schedules": [made]}
+    ended = clerk.redis_verbs.unschedule({"name": "q", "key": "k"})
     assert ended == {"key": "k", "removed": True, "origin": "user"}
     assert keys(clerk) == [("other", "o")]
 
 
 def test_a_dry_run_sets_nothing(clerk: Clerk) -> None:
-    preview: Any = clerk.schedule({"name": "q", "key": "k", "every": "90s", "dry_run": True})
+    preview: Any = clerk.redis_verbs.schedule({"name": "q", "key": "k", "every": "90s", "dry_run": True})
     times = [tick["at"] for tick in preview["upcoming"]]
     assert [round(later - earlier, 3) for earlier, later in pairwise(times)] == [90.0] * 4
     assert keys(clerk) == []
@@ -71,15 +71,15 @@ def test_invalid_requests_are_refused(clerk: Clerk, verb: str, params: dict[str,
 def test_a_schedule_with_an_unknown_time_zone_is_shown_and_can_be_ended(clerk: Clerk) -> None:
     definition = '{"cron":"* * * * *","zone":"Moon/Crater"}\n{"catch_up":"once","origin":"user"}\n1'
     clerk._link.call("HSET", "forq:queue:{q}:schedules", "k", definition)
-    shown: Any = clerk.schedules({"name": "q", "key": "k"})
+    shown: Any = clerk.redis_verbs.schedules({"name": "q", "key": "k"})
     assert "zone 'Moon/Crater' is not allowed" in shown["schedules"][0]["error"]
-    clerk.unschedule({"name": "q", "key": "k"})
+    clerk.redis_verbs.unschedule({"name": "q", "key": "k"})
     assert keys(clerk) == []
 
 
 def test_opening_a_queue_sets_the_schedules_of_its_config_file(clerk: Clerk) -> None:
     """On every open. A queue without a config file keeps its schedules."""
-    clerk.schedule({"name": "q", "key": "mine", "every": "1h"})
+    clerk.redis_verbs.schedule({"name": "q", "key": "mine", "every": "1h"})
     first: Any = clerk.create({"name": "q", **QUEUE, "schedules": {"a": {"every": "5m"}, "b": {"cron": "0 0 * * *"}}})
     assert first["unscheduled"] == []
     second: Any = clerk.create({"name": "q", **QUEUE, "schedules": {"a": {"every": "5m"}}})

@@ -7,7 +7,8 @@ import pytest
 
 from forq.broker.inspect import Counts
 from forq.health import faults_of_queue, faults_of_supervisor
-from forq.services.metrics import Activity, Snapshot, faults_in
+from forq.services.metrics import faults_in
+from forq.services.snapshot import Activity, Snapshot
 from tests.support.drive.metrics import NOW_NS, make_snapshot, queue_counts, queue_stats, queue_status
 
 HEALTH_SECONDS = 60.0

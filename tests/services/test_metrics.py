@@ -5,7 +5,8 @@ import pytest
 from forq.procs.scoreboard import AttemptStats
 from forq.services import metrics
 from forq.services.http_server import Request
-from forq.services.metrics import Endpoints, Snapshot
+from forq.services.metrics import Endpoints
+from forq.services.snapshot import Snapshot
 from tests.support.drive.contexts import context
 from tests.support.drive.metrics import make_snapshot, queue_status
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from prometheus_client.openmetrics import parser
 
-from forq.services.metrics import Activity, Snapshot
 from forq.services.metrics_page import BOUNDS, render
+from forq.services.snapshot import Activity, Snapshot
 from tests.support.drive.metrics import (
     Samples,
     make_snapshot,

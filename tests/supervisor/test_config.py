@@ -93,6 +93,7 @@ def test_the_sample_with_all_lines_uncommented_equals_the_defaults(load_text: Lo
         "queues": (),
         "pipeline": None,
         "metrics": None,
+        "web": None,
         "bridges": (),
         "schedules": {},
     }
@@ -102,6 +103,8 @@ def test_the_sample_with_all_lines_uncommented_equals_the_defaults(load_text: Lo
     assert config.pipeline == Pipeline("/srv/state/history", 60.0)
     assert config.metrics is not None
     assert (config.metrics.listen, config.metrics.health_seconds) == ("127.0.0.1:9464", 60.0)
+    assert config.web is not None
+    assert (config.web.listen, config.web.read_only, config.web.proxies) == ("127.0.0.1:9465", False, ("10.0.0.5",))
     assert [bridge.tick_seconds for bridge in config.bridges] == [3.0]
     assert queue.options == defaults("work")
     releasing = {name for name, option in OPTIONS.items() if "work" not in option.modes}

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ConfigError
-from forq.supervisor import config
-from forq.supervisor.config import MetricsConfig, load
+from forq.supervisor import listeners
+from forq.supervisor.config import load
+from forq.supervisor.listeners import MetricsConfig
 
 
 def read(tmp_path: Path, text: str) -> MetricsConfig | None:
@@ -74,7 +75,7 @@ def test_metrics_must_be_a_table(tmp_path: Path) -> None:
 
 def test_without_the_library_the_error_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert importlib.util.find_spec("prometheus_client") is not None
-    monkeypatch.setattr(config, "find_spec", lambda name: None)
+    monkeypatch.setattr(listeners, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'forq\[metrics\]'"):
         read(tmp_path, "[metrics]")
 

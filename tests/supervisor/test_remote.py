@@ -9,8 +9,9 @@ import pytest
 
 from forq.errors import ForqError, RedisUnavailable, UnknownApp, UnknownJob, UnknownQueue, UsageError
 from forq.procs import jsonrpc
+from forq.procs.unix_socket import Peer
 from forq.remote_control import REMOTE_VERBS
-from forq.supervisor.control import Peer, Request
+from forq.supervisor.control import Request
 from forq.supervisor.remote import (
     MAX_ANSWER_BYTES,
     MAX_PENDING,

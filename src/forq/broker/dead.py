@@ -5,7 +5,7 @@ ERROR is a JSON object, ATTEMPTS a JSON array with the newest last.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from forq.values import check_queue_name, shown
 MAX_PAGE = 1000
 # Jobs per script call.
 CHUNK = 100
+# Names that one step of a walk reads.
+WALK_CHUNK = 500
 
 _REFERENCE = re.compile(r"[!-~]{1,160}\Z")
 _PAGE_CURSOR = re.compile(r"([0-9]{1,16})/([!-~]{1,160})")
@@ -74,7 +76,7 @@ class DeadJobs:
 
     def page(self, limit: int = 100, after: str | None = None) -> DeadPage:
         """A page of dead jobs, newest first."""
-        self._check_exists()
+        self.check_exists()
         limit = max(1, min(limit, MAX_PAGE))
         start = self._start_of_page(after)
         flat = self._link.call("ZREVRANGE", self._zset, start, start + limit - 1, "WITHSCORES")
@@ -95,7 +97,7 @@ class DeadJobs:
             raise self._unknown(reference)
         job_id = member.rpartition("@")[0]
         record, error, attempts = read_dead(packed)
-        fields = {"id": job_id, "state": "dead", "fence": _fence_of(member), **show_record(record, job_id)}
+        fields = {"id": job_id, "state": "dead", "fence": fence_of(member), **show_record(record, job_id)}
         return fields | {"died_at": float(died_ms or 0) / 1000, "error": error, "attempts": attempts}
 
     def retry(self, reference: str) -> str:
@@ -129,13 +131,56 @@ class DeadJobs:
     def find(self, reference: str) -> str:
         """The id@fence of a reference; UnknownJob if there is none."""
         _check_reference(reference)
-        self._check_exists()
+        self.check_exists()
         if self._link.call("HEXISTS", self._hash, reference):
             return reference
-        newest = max(self._members_of(reference), key=_fence_of, default=None)
+        newest = max(self._members_of(reference), key=fence_of, default=None)
         if newest is None:
             raise self._unknown(reference)
         return newest
+
+    def walk(
+        self,
+        after: tuple[int, bytes] | None = None,
+        *,
+        first_ms: float | None = None,
+        last_ms: float | None = None,
+        newest_first: bool = False,
+    ) -> Iterator[tuple[int, bytes]]:
+        """The time of death (ms) and id@fence of dead jobs, from the position `after` on, which may be gone by now.
+
+        Walks by time, not by rank: no job is skipped if others are removed meanwhile.
+        """
+        order, size, position = ("REV",) if newest_first else (), WALK_CHUNK, after
+        while True:
+            low, high = "-inf" if first_ms is None else first_ms, "+inf" if last_ms is None else last_ms
+            if position is not None:
+                low, high = (low, position[0]) if newest_first else (position[0], high)
+            ends = (high, low) if newest_first else (low, high)
+            flat = self._link.call("ZRANGE", self._zset, *ends, "BYSCORE", *order, "LIMIT", 0, size, "WITHSCORES")
+            entries = [(int(float(died)), member) for member, died in zip(flat[::2], flat[1::2], strict=True)]
+            new = [
+                each for each in entries if position is None or (each < position if newest_first else each > position)
+            ]
+            yield from new
+            if len(entries) < size:
+                return
+            # Many jobs may have died in one millisecond.
+            size = WALK_CHUNK if new else 2 * size
+            position = new[-1] if new else position
+
+    def packed(self, members: Sequence[bytes]) -> Iterator[bytes | None]:
+        """The stored dead jobs of these names, in order."""
+        return self._link.hash_values(self._hash, members)
+
+    def now_ms(self) -> int:
+        """The server's time; UnknownQueue if there is no queue."""
+        return self._start_of_walk(None)[0]
+
+    def check_exists(self) -> None:
+        """UnknownQueue if there is no queue."""
+        if not self._link.call("EXISTS", f"{self._base}:options"):
+            raise error_for(self.name, [NO_QUEUE])
 
     def died_ms(self, ids: Iterable[str]) -> dict[str, float]:
         """When these jobs died, by id, as far as they are dead: one scan for all."""
@@ -144,8 +189,15 @@ class DeadJobs:
         for member, died_ms in self._scan():
             job_id = member.rpartition("@")[0]
             if job_id in wanted:
-                newest[job_id] = max(newest.get(job_id, (0, 0.0)), (_fence_of(member), died_ms))
+                newest[job_id] = max(newest.get(job_id, (0, 0.0)), (fence_of(member), died_ms))
         return {job_id: died_ms for job_id, (_, died_ms) in newest.items()}
+
+    def members_of(self, reference: str) -> list[str]:
+        """Every id@fence of an id, newest first; or only the given one."""
+        _check_reference(reference)
+        if self._link.call("HEXISTS", self._hash, reference):
+            return [reference]
+        return sorted(self._members_of(reference), key=fence_of, reverse=True)
 
     def _members_of(self, job_id: str) -> list[str]:
         # A scan is fine: lookups by id alone are rare and `dead` is capped.
@@ -249,29 +301,25 @@ class DeadJobs:
     def _find_many(self, references: Iterable[str]) -> Iterator[tuple[str, str | None]]:
         """Each reference with its id@fence (None if there is none), with at most one scan."""
         wanted = list(dict.fromkeys(map(_check_reference, references)))
-        self._check_exists()
+        self.check_exists()
         known = self._link.pipeline([("HEXISTS", self._hash, reference) for reference in wanted]) if wanted else []
         found: dict[str, str] = {name: name for name, exists in zip(wanted, known, strict=True) if exists}
         ids = set(wanted) - set(found)
         for member, _ in self._scan() if ids else ():
             job_id = member.rpartition("@")[0]
             if job_id in ids:
-                found[job_id] = max(found.get(job_id, member), member, key=_fence_of)
+                found[job_id] = max(found.get(job_id, member), member, key=fence_of)
         return ((reference, found.get(reference)) for reference in wanted)
 
     def _start_of_walk(self, after: str | None) -> tuple[int, int]:
         if after is None:
-            self._check_exists()
+            self.check_exists()
             seconds, micros = self._link.call("TIME", at=self._base)
             return int(seconds) * 1000 + int(micros) // 1000, 0
         cursor = _CHUNK_CURSOR.fullmatch(after) if isinstance(after, str) else None
         if cursor is None:
             raise UsageError(f"cursor {shown(after)} is not allowed: use `next` of the previous reply")
         return int(cursor[1]), int(cursor[2])
-
-    def _check_exists(self) -> None:
-        if not self._link.call("EXISTS", f"{self._base}:options"):
-            raise error_for(self.name, [NO_QUEUE])
 
     def _refusal(self, code: int) -> ForqError:
         return error_for(self.name, [code, self._link.call("HGET", f"{self._base}:options", "max_items")])
@@ -299,7 +347,7 @@ def _brief(member: str, died_ms: int, packed: bytes | None) -> DeadBrief:
     known = error if isinstance(error, dict) else {"message": error}
     return {
         "id": job_id,
-        "fence": _fence_of(member),
+        "fence": fence_of(member),
         "identifier": identifier or job_id,
         "type": job_type,
         "died_at": died_ms / 1000,
@@ -309,7 +357,7 @@ def _brief(member: str, died_ms: int, packed: bytes | None) -> DeadBrief:
     }
 
 
-def _fence_of(member: str) -> int:
+def fence_of(member: str) -> int:
     fence = member.rpartition("@")[2]
     return int(fence) if fence.isdigit() else 0
 

@@ -13,7 +13,7 @@ from forq.broker.keys import DEFAULT_PRIORITY, durable_mark, queue_base
 from forq.broker.link import Link
 from forq.broker.record import NO_NAMES, join_body, pack_body
 from forq.broker.scripts import NO_QUEUE, OK, error_for, script
-from forq.errors import ForqError, InvalidData, NoReplica, OutcomeUnknown, UsageError
+from forq.errors import ForqError, InvalidData, NoReplica, OutcomeUnknown, UnknownJob, UsageError
 from forq.job import TraceContext, current_trace, new_id
 from forq.job_options import pack_job_options
 from forq.values import check_job_id, check_queue_name, check_type, shown
@@ -332,6 +332,16 @@ class Producer:
     def remove(self, job_id: str) -> bool:
         """Removes a job. A running job is only marked: it is forgotten when it ends."""
         return self._remove(job_id, mark_active=True) > 0
+
+    def run_now(self, job_id: str) -> None:
+        """Makes a scheduled job ready before its time. UnknownJob if there is none, UsageError in another state."""
+        reply = self.link.run(script("run_now"), self._base, check_job_id(job_id))
+        if reply[0] != OK:
+            raise error_for(self.name, reply)
+        if not reply[1]:
+            raise UnknownJob(
+                f"queue {self.name!r} has no scheduled job {job_id!r}; see: forqctl why {self.name} {job_id}"
+            )
 
     def _remove(self, job_id: str, *, mark_active: bool, identity: JobIdentity | None = None) -> int:
         meant = "" if identity is None else identity.pack()

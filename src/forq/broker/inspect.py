@@ -19,6 +19,8 @@ from forq.values import check_job_id, check_queue_name, show_rate, shown
 
 STATES: tuple[State, ...] = get_args(State)
 MAX_PAGE = 1000
+# Queues per round trip of find_job.
+FIND_QUEUES = 100
 _CURSOR = re.compile(r"(active|blocked|dead|done|scheduled|retry)/[0-9]{1,20}|waiting/([0-9]|10)\.[0-9]{1,18}")
 # The priority of suspects in cursors: they come after the last priority.
 _SUSPECTS = 10
@@ -109,7 +111,7 @@ class Inspector:
                 "blocked_behind": bool(blocked),
                 "progress": read_progress(progress) if state == "active" else None,
             }
-            return _job(job_id, state, packed) | details | _ownership(owner)
+            return _job(job_id, state, packed) | details | ownership(owner)
         try:
             return self._ended(job_id, done) | {"progress": None}
         except UnknownJob:
@@ -269,6 +271,31 @@ def counts_of(link: Link, prefix: str, names: list[str]) -> dict[str, Counts | N
     return {name: _read_counts(reply) if reply[0] == OK else None for name, reply in zip(names, replies, strict=True)}
 
 
+def find_job(link: Link, prefix: str, names: list[str], job_id: str) -> list[tuple[str, str]]:
+    """The queues that have a job of this id, live or kept as done, with its state. Direct lookups, no scan."""
+    check_job_id(job_id)
+    bases = [queue_base(prefix, name) for name in names]
+    commands: list[tuple[Any, ...]] = []
+    for base in bases:
+        commands += [
+            ("HGET", f"{base}:jobs", job_id),
+            ("HGET", f"{base}:active", job_id),
+            ("ZSCORE", f"{base}:scheduled", job_id),
+            ("HEXISTS", f"{base}:done:jobs", job_id),
+        ]
+    found: list[tuple[str, str]] = []
+    for at in range(0, len(commands), 4 * FIND_QUEUES):
+        replies = link.pipeline(commands[at : at + 4 * FIND_QUEUES])
+        for number in range(len(replies) // 4):
+            packed, owner, due_ms, done = replies[4 * number : 4 * number + 4]
+            name = names[at // 4 + number]
+            if packed is not None:
+                found.append((name, live_state(packed, owner, due_ms)))
+            elif done:
+                found.append((name, "done"))
+    return found
+
+
 def _read_counts(reply: list[Any]) -> Counts:
     live, active, dead, done, failed, in_flight, oldest, now, paused = reply[1:10]
     return Counts(
@@ -324,7 +351,7 @@ def live_state(packed: bytes, owner: bytes | None, due_ms: bytes | None) -> str:
     return "retry" if len(numbers) > 4 and numbers[4] not in (b"0", b"-1") else "waiting"
 
 
-def _ownership(owner: bytes | None) -> dict[str, Any]:
+def ownership(owner: bytes | None) -> dict[str, Any]:
     if owner is None:
         return {}
     worker, fence, *mark = owner.decode().split(":")

@@ -13,7 +13,7 @@ An event is a verb, a fence (0 where none applies) and its subjects. The last ve
     enqueued 0 ID ID …                ready: waiting, unless `scheduled` follows in the same entry
     updated 0 ID                      the same
     scheduled 0 ID DUE_MS             ready, until then
-    promoted 0 ID ID …                ready, waiting
+    promoted 0 ID ID …                ready, waiting: its time has come, or a user runs it now
     blocked 0 ID                      (an enqueue of it waits behind the active job; several are combined)
     unblocked 0 ID ID …               ready: the blocked enqueue is now a job (the other has ended)
     merged 0 ID                       (the blocked enqueue has updated the active job; `retried` or `returned` follows)

@@ -59,6 +59,7 @@ QUEUE_KEYS = (
     "schedules",  # hash: KEY -> definition of a periodic job
     "schedules:next",  # zset: KEY by its next tick (ms)
     "schedules:runs",  # hash: KEY -> LAST_RUN_MS RUNS SKIPPED MISSED
+    "schedules:paused",  # hash: KEY -> time of the pause (ms), of those that are paused
     "deleted",  # string: the queue was deleted, for supervisors that have not noticed; expires
     "freed",  # string: when the name of a deleted queue was last freed (us), for clients that create one; expires
     "trash",  # set: epochs of deleted queues of this name whose records still exist

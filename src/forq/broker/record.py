@@ -13,6 +13,7 @@ record is followed by its error and its attempts (dead.py).
 """
 
 import marshal
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
@@ -32,6 +33,8 @@ NO_NAMES = b"[null,null,"
 _PLAIN_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
 # marshal only checks types here; this is its fastest format for small data.
 _MARSHAL_VERSION = 2
+# The identifier and the type at the start of BODY.
+_NAMES = re.compile(rb'\[(null|"(?:[^"\\]|\\.)*"),(null|"(?:[^"\\]|\\.)*"),')
 _JSON_TYPES = (type(None), bool, int, float, str, dict, list, tuple)
 
 
@@ -141,6 +144,33 @@ def unpacked_fields(packed: bytes) -> dict[str, Any]:
     if record.snooze_count:
         fields["snooze_count"] = record.snooze_count
     return fields | _show_options(record.options)
+
+
+def brief_fields(packed: bytes) -> dict[str, Any]:
+    """Those fields that lists show; InvalidData if the record is broken. The data may be large and is not decoded."""
+    end = packed.find(b"\n")
+    names = _NAMES.match(packed, end + 1)
+    if end < 0 or names is None:
+        record = unpack(packed)
+        packed = packed[: packed.find(b"\n")] + b"\n" + pack_names(record.identifier, record.type)
+        return brief_fields(packed)
+    try:
+        numbers = [int(number) for number in packed[3:end].split(b" ")[:5]]
+        identifier, job_type = orjson.loads(names[1]), orjson.loads(names[2])
+        priority = int(packed[1:2])
+    except ValueError as exc:
+        raise InvalidData(f"broken job record: {exc}") from exc
+    enqueued_us, retries, stalls, timeouts, lane = (*numbers, 0, 0, 0, 0)[:5]
+    return {
+        "identifier": identifier,
+        "type": job_type,
+        "priority": priority,
+        "enqueued_at": enqueued_us / 1e6,
+        "retry_count": retries,
+        "stall_count": stalls,
+        "timeout_count": timeouts,
+        "suspect": lane == -1,
+    }
 
 
 def _show_options(options: StoredOptions | None) -> dict[str, Any]:

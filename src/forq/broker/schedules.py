@@ -20,7 +20,7 @@ import orjson
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.record import pack_data
-from forq.broker.scripts import EXISTS, NO_QUEUE, OK, error_for, script
+from forq.broker.scripts import CHANGED, EXISTS, NO_QUEUE, OK, error_for, script
 from forq.errors import BackPressure, Exists, ForqError, InvalidData, RedisUnavailable, UnknownSchedule, UsageError
 from forq.schedules import Cron, Every, Rule, Schedule, next_tick, plan, read_zone, show_tick
 from forq.values import check_queue_name, check_schedule_key
@@ -32,6 +32,8 @@ MAX_DATA_BYTES = 64 * 1024
 UPCOMING = 5
 # Calls of promote in a row for one queue. promote returns 100 ticks at most, and a queue has at most 1,000 schedules.
 PROMOTE_CALLS = 16
+# Calls of resume_schedule in a row, if the schedule changes meanwhile.
+RESUME_CALLS = 10
 
 
 def pack_schedule(schedule: Schedule) -> bytes:
@@ -82,7 +84,10 @@ class Schedules:
         self._base = queue_base(prefix, name)
 
     def set(self, schedule: Schedule) -> int:
-        """Stores the schedule; returns its next tick (ms). Setting the same definition again changes nothing."""
+        """Stores the schedule; returns its next tick (ms). Setting the same definition again changes nothing.
+
+        A paused schedule stays paused; then it is the tick that it would have if it were resumed.
+        """
         rule, definition = schedule.rule, pack_schedule(schedule)
         # The script computes the first tick of an interval, because it depends on the last run.
         interval, first = (rule.every_ms, "") if isinstance(rule, Every) else ("", next_tick(rule, self.now_ms()))
@@ -114,6 +119,35 @@ class Schedules:
                 dropped.append(key)
         return dropped
 
+    def pause(self, key: str) -> bool:
+        """Pauses the schedule until it is resumed or dropped. False if it was paused before."""
+        reply = self._link.run(script("pause_schedule"), self._base, check_schedule_key(key))
+        if reply[0] != OK:
+            raise error_for(self.name, reply)
+        return bool(reply[1])
+
+    def resume(self, key: str) -> bool:
+        """Ends the pause; the next tick is computed from now on. False if the schedule was not paused."""
+        check_schedule_key(key)
+        for _ in range(RESUME_CALLS):
+            definition = self._stored().get(key)
+            head = b"" if definition is None else definition.rpartition(b"\n")[0]
+            interval, first = ("", "") if definition is None else self._first_tick(head)
+            reply = self._link.run(script("resume_schedule"), self._base, key, head, interval, first)
+            if reply[0] == OK:
+                return bool(reply[1])
+            if reply[0] != CHANGED:
+                raise error_for(self.name, reply)
+        raise ForqError(f"schedule {key!r} of queue {self.name!r} changes all the time; it was not resumed")
+
+    def _first_tick(self, head: bytes) -> tuple[object, object]:
+        """The interval (ms), or the next tick of a cron rule (ms); '' for the other, and for a rule that has ended."""
+        rule, _ = read_head(head)
+        if isinstance(rule, Every):
+            return rule.every_ms, ""
+        tick_ms = next_tick(rule, self.now_ms())
+        return "", "" if tick_ms is None else tick_ms
+
     def trigger(self, key: str) -> str:
         """Enqueues a job now; returns its id. Exists if that would overlap."""
         identifier = orjson.dumps(f"{check_schedule_key(key)} triggered")
@@ -126,11 +160,12 @@ class Schedules:
 
     def all(self) -> list[dict[str, Any]]:
         """Every schedule for output, sorted by key."""
-        stored, ticks, counted, exists = self._link.pipeline(
+        stored, ticks, counted, paused, exists = self._link.pipeline(
             [
                 ("HGETALL", f"{self._base}:schedules"),
                 ("ZRANGE", f"{self._base}:schedules:next", 0, -1, "WITHSCORES"),
                 ("HGETALL", f"{self._base}:schedules:runs"),
+                ("HKEYS", f"{self._base}:schedules:paused"),
                 ("EXISTS", f"{self._base}:options"),
             ]
         )
@@ -141,6 +176,7 @@ class Schedules:
         return [
             {"queue": self.name, "key": key.decode()}
             | describe(definition)
+            | {"paused": key in paused}
             | _times(next_ms.get(key), runs.get(key, b"0 0 0 0"))
             for key, definition in sorted(zip(stored[::2], stored[1::2], strict=True))
         ]

@@ -57,6 +57,7 @@ STALE = -13
 CHANGED = -14
 NOT_IN_MODE = -15
 LATE = -16
+NOT_SCHEDULED = -17
 OTHER_OPTION = -20
 BROKEN = -30
 NO_SCHEDULE = -40
@@ -180,6 +181,8 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         return TooLate(f"the time to repeat an enqueue to queue {queue!r} is over, or the queue was deleted meanwhile")
     if code == LAPSED:
         return LeaseLapsed(f"the item of queue {queue!r} was not acknowledged in time: it is waiting again")
+    if code == NOT_SCHEDULED:
+        return UsageError(f"that job of queue {queue!r} is {detail[0]}, not scheduled; nothing was changed")
     if code == BROKEN:
         return InvalidData(f"the record of that dead job of queue {queue!r} is broken: it can only be discarded")
     if code == NO_SCHEDULE:

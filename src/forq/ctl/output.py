@@ -52,14 +52,15 @@ def print_table(header: Sequence[str], rows: Iterable[Sequence[object]]) -> None
         print("  ".join(padded).rstrip())
 
 
-def print_next_page(command: str, args: Namespace, cursor: object) -> None:
-    """Prints the command for the next page, on stderr so that stdout has only rows."""
+def print_next_page(command: str, args: Namespace, cursor: object, flags: dict[str, object] | None = None) -> None:
+    """Prints the command for the next page, on stderr so that stdout has only rows. `flags`: further ones to repeat."""
     from shlex import join
 
     given = [("--socket", args.socket), ("--state", getattr(args, "state", None)), ("--limit", args.limit)]
-    flags = [word for flag, value in [*given, ("--after", cursor)] if value is not None for word in (flag, str(value))]
+    pairs = [*given, *(flags or {}).items(), ("--after", cursor)]
+    words = [word for flag, value in pairs if value is not None for word in (flag, str(value))]
     sys.stdout.flush()
-    print(f"more: {printable(join(['forqctl', *command.split(), args.name, *flags]))}", file=sys.stderr)
+    print(f"more: {printable(join(['forqctl', *command.split(), args.name, *words]))}", file=sys.stderr)
 
 
 def print_stack(attempts: Sequence[dict[str, object]]) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from forq.log_format import LogFormat
 from forq.procs.cgroups import Cgroups
+from forq.procs.minutes import MinuteRings
 from forq.procs.orphans import ChildPids, TreeMark
 from forq.procs.scoreboard import AttemptStats, Scoreboard
 
@@ -27,8 +28,10 @@ class Context:
     health_seconds: float
 
     scoreboard: Scoreboard
-    # None: metrics are disabled.
+    # None: metrics and dashboard are disabled.
     stats: AttemptStats | None
+    # None: the dashboard is disabled.
+    rings: MinuteRings | None
     # An eventfd: a worker that starts a batch wakes pulse.
     watch_fd: int
 

@@ -482,3 +482,17 @@ def cumulated(buckets: list[int], bounds: Iterable[int]) -> list[int]:
         reached = bound + 1
         totals.append(running)
     return totals
+
+
+def wait_quantile(buckets: Sequence[int], share: float) -> int | None:
+    """The time in µs below which this share of the times is, assumed to be spread evenly within its bucket; None if
+    there are none. Prometheus computes it in the same way."""
+    rank = share * sum(buckets)
+    below = 0
+    for bits, number in enumerate(buckets):
+        if number and below + number >= rank:
+            low = 1 << bits >> 1
+            # The last bucket has no upper bound.
+            return low if bits == BUCKETS - 1 else low + round(low * (rank - below) / number)
+        below += number
+    return None

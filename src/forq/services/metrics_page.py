@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from forq.broker.inspect import Counts
 from forq.procs.scoreboard import cumulated
-from forq.services.metrics import Snapshot, queues_of
+from forq.services.snapshot import Snapshot, queues_of
 from forq.settings import WORK
 
 # Powers of two in µs: fine for common times and coarse otherwise, to keep the page of a thousand queues small.

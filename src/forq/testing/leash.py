@@ -63,8 +63,10 @@ def _start(command: list[str], log: str) -> int:
 
 def _note_end(pid: int, directory: str) -> None:
     _, status = os.waitpid(pid, 0)
-    with open(f"{directory}/ended", "w") as file:
+    # Renamed, so that nobody reads it before it is written.
+    with open(f"{directory}/ended.new", "w") as file:
         file.write(str(os.waitstatus_to_exitcode(status)))
+    os.rename(f"{directory}/ended.new", f"{directory}/ended")
 
 
 if __name__ == "__main__":

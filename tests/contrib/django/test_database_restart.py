@@ -56,10 +56,15 @@ def workers(redis_url: str, postgres: Postgres, notes: Path, **more: str) -> Ite
     forq = Forq(redis=redis_url, settings=SETTINGS, environment=environment)
     try:
         forq.start()
-        wait_until(lambda: "threads" in forq.client().queues(), what="the queues exist")
+        # Not the registry, which has a queue's name before the queue itself.
+        wait_until(lambda: {"threads", "coroutines", "plain"} <= served(forq), what="the queues are served")
         yield forq
     finally:
         forq.remove()
+
+
+def served(forq: Forq) -> set[str]:
+    return {queue["name"] for queue in forq.status()["queues"] if queue["state"] == "running"}
 
 
 def notes_in(path: Path) -> list[Note]:

@@ -23,6 +23,7 @@ def context(**changes: Any) -> Context:
         "control_socket": "/nowhere",
         "health_seconds": 60.0,
         "stats": None,
+        "rings": None,
         "watch_fd": -1,
         "cgroups": None,
         "tree_lock_fd": -1,

@@ -11,7 +11,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from forq.broker.inspect import Counts
 from forq.procs.scoreboard import BUCKETS, QueueStats
-from forq.services.metrics import Activity, Snapshot
+from forq.services.snapshot import Activity, Snapshot
 
 NOW_NS = 10**15
 Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]

@@ -16,7 +16,7 @@ import psutil
 from forq import Client
 from forq.ctl.client import ControlClient
 from forq.errors import SupervisorUnreachable, TimedOut
-from forq.services.metrics import request_status
+from forq.services.snapshot import request_status
 from tests.support.drive.wait import wait_until, whole_lines
 
 HANDLERS = Path(__file__).resolve().parent.parent / "handlers"

@@ -289,6 +289,15 @@ class ModelQueue:
         job.removed = job.removed or even_active
         return was_blocked or even_active
 
+    def run_now(self, job_id: str) -> bool | None:
+        """Whether the job was scheduled; None: there is no such job."""
+        job = self.jobs.get(job_id)
+        if job is None or not job.scheduled:
+            return None if job is None else False
+        job.run_at = 0
+        self._ready(job)
+        return True
+
     def pass_time(self, ms: int) -> None:
         """Moves all timers closer; `now_ms` stays."""
         for job in self.jobs.values():

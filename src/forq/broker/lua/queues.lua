@@ -231,7 +231,7 @@ function verbs.delete()
   redis.call('UNLINK', key('awaiters'), key('awaiting'), key('leases'), key('expiries'), key('accepted'),
     key('workers'))
   redis.call('UNLINK', key('done'), key('done:own'), key('done:jobs'), key('waiters'))
-  redis.call('UNLINK', key('schedules'), key('schedules:next'), key('schedules:runs'))
+  redis.call('UNLINK', key('schedules'), key('schedules:next'), key('schedules:runs'), key('schedules:paused'))
   redis.call('UNLINK', key('active'), key('progress'), key('scheduled'), key('attempts'), key('blocked'), key('retry'),
     key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('limited'),
     key('options'), key('counts'), key('processed:count'),

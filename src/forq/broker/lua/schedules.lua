@@ -61,6 +61,33 @@ function timers.promote()
   journal.note_ids('promoted', 0, promoted)
 end
 
+-- run_now: makes a scheduled job ready before its time: one enqueued with a time ahead, or one that waits for its retry.
+-- Its counts stay, and it goes where promote would put it.
+-- KEYS[1]  the queue's base
+-- ARGV     id
+-- Returns  {OK, 1 ready | 0 no such job}; {NOT_SCHEDULED, its state}; {NO_QUEUE}
+-- States   scheduled -> waiting
+function verbs.run_now()
+  if not epoch then return { NO_QUEUE } end
+  local id = ARGV[1]
+  local record = redis.call('HGET', key('jobs'), id)
+  if not record then return { OK, 0 } end
+  local place = records.place_of(record) or '5'
+  if not redis.call('ZSCORE', key('scheduled'), id) then
+    if redis.call('HEXISTS', key('active'), id) == 1 then return { NOT_SCHEDULED, 'active' } end
+    return { NOT_SCHEDULED, place == RETRY_PLACE and 'retry' or 'waiting' }
+  end
+  redis.call('ZREM', key('scheduled'), id)
+  hints.push_back(place, { id })
+  timers.note_new_waiting(1)
+  -- The age of an item counts from the time at which it is ready.
+  timers.set_expiry(id, 0, true)
+  journal.note_ids('promoted', 0, { id })
+  hints.wake_idle(NOTIFY_AWAITERS)
+  journal.write('-')
+  return { OK, 1 }
+end
+
 -- Other timed sets: `schedules:next` (next ticks), `leases` (items by the time their lease lapses) and `expiries`
 -- (items by the time they expire).
 
@@ -108,6 +135,7 @@ end
 
 -- `schedules`: KEY -> RULE '\n' POLICY '\n' DATA (scheduling.py). `schedules:next`: KEY by next tick (ms). Python
 -- computes the ticks from RULE and POLICY (the head) and sends the head back, so that a changed schedule is noticed.
+-- `schedules:paused`: KEY -> time of the pause (ms). A paused schedule has no next tick.
 
 local DUE_PER_CALL = 100
 
@@ -155,11 +183,23 @@ function schedules.store_run(id, policy, identifier, data, run_at_ms, tick)
   timers.set_expiry(id, run_at_ms)
 end
 
--- set_schedule: creates or changes a schedule. The same rule keeps its next tick.
+function schedules.is_paused(name)
+  return redis.call('HEXISTS', key('schedules:paused'), name) == 1
+end
+
+-- `every_ms`: nil for a cron rule, whose next tick is `cron_ms` (nil: none). An interval is due at once if it never ran,
+-- else one interval after its last run.
+function schedules.first_tick(name, every_ms, cron_ms)
+  if not every_ms then return cron_ms end
+  local last_run_ms = tonumber(string.match(redis.call('HGET', key('schedules:runs'), name) or '0', '^%d+'))
+  return math.max(now_ms, last_run_ms == 0 and 0 or last_run_ms + every_ms)
+end
+
+-- set_schedule: creates or changes a schedule. The same rule keeps its next tick. A paused one stays paused.
 -- KEYS[1]  the queue's base
 -- ARGV     protocol, KEY, definition, interval in ms ('' for a cron rule), first tick of a cron rule (ms)
--- Returns  {OK, 0 unchanged | 1 changed | 2 new, next tick (ms)}; {NO_QUEUE}; {OTHER_PROTOCOL, its number};
---          {TOO_MANY_SCHEDULES, number of schedules}; {TOO_LARGE, 1, max_data}
+-- Returns  {OK, 0 unchanged | 1 changed | 2 new, next tick (ms; of a paused one: if it were resumed)}; {NO_QUEUE};
+--          {OTHER_PROTOCOL, its number}; {TOO_MANY_SCHEDULES, number of schedules}; {TOO_LARGE, 1, max_data}
 -- States   unchanged
 function verbs.set_schedule()
   if not epoch then return { NO_QUEUE } end
@@ -175,20 +215,15 @@ function verbs.set_schedule()
   local _, data = schedules.read_definition(definition)
   if #data > option('max_data') then return { TOO_LARGE, 1, option('max_data') } end
 
-  -- An interval is due at once if it never ran, else one interval after its last run.
-  local function first_tick()
-    if not every_ms then return tonumber(ARGV[5]) end
-    local last_run_ms = tonumber(string.match(redis.call('HGET', key('schedules:runs'), name) or '0', '^%d+'))
-    return math.max(now_ms, last_run_ms == 0 and 0 or last_run_ms + every_ms)
-  end
-
   local function rule_of(text)
     return string.match(text, '^[^\n]*')
   end
 
   redis.call('HSET', key('schedules'), name, definition)
-  if not (before and next_ms and rule_of(before) == rule_of(definition)) then
-    next_ms = first_tick()
+  if schedules.is_paused(name) then
+    next_ms = schedules.first_tick(name, every_ms, tonumber(ARGV[5]))
+  elseif not (before and next_ms and rule_of(before) == rule_of(definition)) then
+    next_ms = schedules.first_tick(name, every_ms, tonumber(ARGV[5]))
     redis.call('ZADD', key('schedules:next'), string.format('%.0f', next_ms), name)
     timers.publish(next_ms - now_ms)
   end
@@ -207,7 +242,47 @@ function verbs.drop_schedule()
   local dropped = redis.call('HDEL', key('schedules'), name)
   redis.call('ZREM', key('schedules:next'), name)
   redis.call('HDEL', key('schedules:runs'), name)
+  redis.call('HDEL', key('schedules:paused'), name)
   return { OK, dropped }
+end
+
+-- pause_schedule: a paused schedule has no next tick, and keeps its definition and counts. A tick that is due is fired
+-- before this call or not at all.
+-- KEYS[1]  the queue's base
+-- ARGV     KEY
+-- Returns  {OK, 1 paused | 0 it was paused before}; {NO_QUEUE}; {NO_SCHEDULE}
+-- States   unchanged
+function verbs.pause_schedule()
+  if not epoch then return { NO_QUEUE } end
+  local name = ARGV[1]
+  if redis.call('HEXISTS', key('schedules'), name) == 0 then return { NO_SCHEDULE } end
+  local paused_now = redis.call('HSETNX', key('schedules:paused'), name, string.format('%.0f', now_ms))
+  redis.call('ZREM', key('schedules:next'), name)
+  return { OK, paused_now }
+end
+
+-- resume_schedule: ends the pause of a schedule. Its next tick is the first one from now on: the ticks of the pause are
+-- neither fired nor counted as missed.
+-- KEYS[1]  the queue's base
+-- ARGV     KEY, the head for which the tick was computed, interval in ms ('' for a cron rule), next tick of a cron rule
+--          (ms; '' = none)
+-- Returns  {OK, 1 resumed | 0 it was not paused}; {CHANGED} if the schedule has changed since, or that tick is over;
+--          {NO_QUEUE}; {NO_SCHEDULE}
+-- States   unchanged
+function verbs.resume_schedule()
+  if not epoch then return { NO_QUEUE } end
+  local name, head, every_ms, cron_ms = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4])
+  local definition = redis.call('HGET', key('schedules'), name)
+  if not definition then return { NO_SCHEDULE } end
+  if not schedules.is_paused(name) then return { OK, 0 } end
+  if schedules.read_definition(definition) ~= head or (cron_ms and cron_ms < now_ms) then return { CHANGED } end
+  redis.call('HDEL', key('schedules:paused'), name)
+  local next_ms = schedules.first_tick(name, every_ms, cron_ms)
+  if next_ms then
+    redis.call('ZADD', key('schedules:next'), string.format('%.0f', next_ms), name)
+    timers.publish(next_ms - now_ms)
+  end
+  return { OK, 1 }
 end
 
 -- trigger: enqueues a job of a schedule now; its ticks and counts do not change.

@@ -1,4 +1,5 @@
-"""The commands jobs, job, why, remove, cancel, kill and stack, and dead for dead jobs: list, show, retry, discard."""
+"""The commands jobs, job, why, remove, cancel, run-now, kill and stack; and dead for dead jobs: list, groups, show,
+retry, discard."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from forq.ctl.output import (
     short_duration,
 )
 from forq.errors import ForqError, UnknownJob, UsageError
-from forq.values import show_progress
+from forq.values import parse_duration, show_progress, shown
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 PAST = {"retry": "retried", "discard": "discarded"}
 LABEL_WIDTH = 16
 DEAD_LABEL_WIDTH = 15
+FILTERS = ("type", "identifier", "error", "since", "until")
+# Of the request `jobs`.
+DEFAULT_LIMIT = 100
 NO_JOB = {4: "no such queue or job; the message says what is known about the job"}
 
 
@@ -41,25 +45,71 @@ NO_JOB = {4: "no such queue or job; the message says what is known about the job
         choices=("waiting", "scheduled", "active", "blocked", "retry", "done", "dead"),
         help="only jobs in this state",
     ),
+    Argument("--type", metavar="TYPE", help="only jobs of this type"),
+    Argument("--identifier", metavar="TEXT", help="only jobs with this text in their identifier"),
+    Argument("--error", metavar="TEXT", help="only jobs with this text in the name or message of their last error"),
+    Argument("--since", metavar="TIME", help="only jobs enqueued (dead: died, done: ended) since then"),
+    Argument("--until", metavar="TIME", help="only jobs enqueued (dead: died, done: ended) until then"),
     Argument("--limit", type=int, metavar="N", help="maximum number of jobs"),
     AFTER,
     more="In the order in which they will run, without data (see job). If there are more, the command for the next "
-    "page is printed on stderr.",
-    examples=["jobs mails --state waiting --limit 10  # the next ten"],
+    "page is printed on stderr. --type, --identifier, --error, --since and --until need --state (--error: dead, "
+    "scheduled or retry), and list dead jobs newest first. TIME is a duration before now (2h), or an ISO 8601 time.",
+    examples=[
+        "jobs mails --state waiting --limit 10  # the next ten",
+        "jobs mails --state dead --error Timeout --since 2h  # what timed out in the last two hours",
+    ],
     json="jobs",
     exits=NO_QUEUE,
 )
 def jobs(args: Namespace) -> int:
     if args.limit is not None and args.limit < 1:
         raise UsageError("--limit must be at least 1")
-    result = connect(args).call("jobs", {"name": args.name, **given(args, "state", "limit", "after")})
+    params = {"name": args.name, **given(args, "state", "limit", "after")}
+    wanted = given(args, "type", "identifier", "error")
+    wanted |= {name: _moment(value) for name, value in given(args, "since", "until").items()}
+    if wanted and args.state is None:
+        raise UsageError(f"--{next(iter(wanted))} needs --state")
+    result = _find_jobs(args, params, wanted) if wanted else connect(args).call("jobs", params)
     if args.json:
         print_json(result)
         return 0
     print_table(("ID", "STATE", "IDENTIFIER"), [(job["id"], job["state"], job["identifier"]) for job in result["jobs"]])
     if result["next"] is not None:
-        print_next_page("jobs", args, result["next"])
+        flags = {f"--{name}": value for name, value in given(args, *FILTERS).items()}
+        print_next_page("jobs", args, result["next"], flags)
     return 0
+
+
+def _find_jobs(args: Namespace, params: dict[str, Any], wanted: dict[str, Any]) -> dict[str, Any]:
+    """Repeats the request, which scans a limited number of jobs, until the page is full or all are scanned."""
+    client, limit = connect(args), params.get("limit", DEFAULT_LIMIT)
+    found: list[dict[str, Any]] = []
+    scanned, after = 0, params.get("after")
+    while True:
+        part = {**params, "limit": limit - len(found), "filter": wanted, **({"after": after} if after else {})}
+        result = client.call("jobs", part)
+        found += result["jobs"]
+        scanned, after = scanned + result["scanned"], result["next"]
+        if after is None or len(found) >= limit:
+            return {"jobs": found, "next": after, "scanned": scanned}
+
+
+def _moment(text: str) -> float:
+    """Epoch seconds of a duration before now, or of an ISO 8601 time (local without a zone)."""
+    from datetime import datetime
+    from time import time
+
+    try:
+        return time() - parse_duration(text)
+    except ForqError:
+        pass
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except ValueError:
+        raise UsageError(
+            f"time {shown(text)} is not allowed: a duration before now (2h), or an ISO 8601 time (2026-01-31T12:00Z)"
+        ) from None
 
 
 @Command(
@@ -144,6 +194,22 @@ def cancel(args: Namespace) -> int:
     return _remove(args, "cancel", "cancelled")
 
 
+@Command(
+    "run-now",
+    "run a scheduled job before its time",
+    NAME,
+    ID,
+    more="For a job that was enqueued with a time ahead, and for one that waits for its retry. It goes to the end of "
+    "its line, and its counts stay.",
+    examples=["run-now mails 01JD0Z"],
+    json="job.run",
+    exits=NO_JOB,
+)
+def run_now(args: Namespace) -> int:
+    result = connect(args).call("job.run", {"name": args.name, "id": args.id})
+    return print_result(args, result, f"{printable(args.id)} is ready")
+
+
 def _remove(args: Namespace, method: str, done: str) -> int:
     result = connect(args).call(method, {"name": args.name, "id": args.id})
     if args.json:
@@ -220,21 +286,23 @@ def stack(args: Namespace) -> int:
 
 @Command(
     "dead",
-    "list, show, retry or discard dead jobs",
-    Argument("action", choices=("list", "show", "retry", "discard"), help="the action"),
+    "list, group, show, retry or discard dead jobs",
+    Argument("action", choices=("list", "groups", "show", "retry", "discard"), help="the action"),
     NAME,
     Argument("id", nargs="?", metavar="ID", help="the job id (the newest with that id), or id@fence"),
     Argument("--all", action="store_true", help="retry or discard all jobs that are dead now"),
     Argument("--limit", type=int, metavar="N", help="maximum number of jobs listed"),
     AFTER,
-    more="A dead job failed for good. retry makes it wait again with its counts reset; discard deletes it.",
+    more="A dead job failed for good. retry makes it wait again with its counts reset; discard deletes it. groups "
+    "counts them by error, type and message, with '#' for the numbers and ids in a message.",
     examples=[
         "dead list mails --limit 10  # the ten newest",
+        "dead groups mails  # what they died of",
         "dead show mails 01JD0Z  # error, attempts and traceback",
         "dead retry mails --all  # retry all of them",
     ],
-    json="the result of `dead.list`, `dead.show`, `dead.retry` or `dead.discard`; with --all `retried` or `discarded`, "
-    "and `refused`, as numbers",
+    json="the result of `dead.list`, `dead.groups`, `dead.show`, `dead.retry` or `dead.discard`; with --all `retried` "
+    "or `discarded`, and `refused`, as numbers",
     exits={1: "some were refused: a live job has the same id", 4: "no such queue or job"},
 )
 def dead(args: Namespace) -> int:
@@ -244,6 +312,8 @@ def dead(args: Namespace) -> int:
         raise UsageError("--limit and --after are only for list")
     if args.action == "show":
         return _show_dead(args)
+    if args.action == "groups":
+        return _group_dead(args)
     if (args.id is None) != args.all:
         raise UsageError(f"{args.action} needs ID or --all")
     return _apply_to_all(args) if args.all else _apply_to_one(args)
@@ -267,6 +337,38 @@ def _list_dead(args: Namespace) -> int:
     )
     if result["next"] is not None:
         print_next_page("dead list", args, result["next"])
+    return 0
+
+
+def _group_dead(args: Namespace) -> int:
+    """Adds up the groups of all pages; a group's newest job is in the first page that has the group."""
+    if args.id is not None or args.all:
+        raise UsageError("groups takes neither ID nor --all")
+    client = connect(args)
+    groups: dict[str, dict[str, Any]] = {}
+    after, scanned = None, 0
+    while True:
+        result = client.call("dead.groups", {"name": args.name, **({} if after is None else {"after": after})})
+        for group in result["groups"]:
+            known = groups.setdefault(group["key"], {**group, "count": 0})
+            known["count"] += group["count"]
+        after, scanned = result["next"], scanned + result["scanned"]
+        if after is None:
+            break
+    found = sorted(groups.values(), key=lambda group: -group["count"])
+    if args.json:
+        print_json({"groups": found, "next": None, "scanned": scanned})
+        return 0
+    print_table(
+        ("COUNT", "TYPE", "NEWEST", "SAMPLE", "ERROR"),
+        [
+            (
+                *(group["count"], group["type"], iso_time(group["newest_died_at"]), group["sample"]),
+                ": ".join(part for part in (group["error"], group["pattern"]) if part),
+            )
+            for group in found
+        ],
+    )
     return 0
 
 

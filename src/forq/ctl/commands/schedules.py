@@ -1,4 +1,4 @@
-"""The commands schedule, schedules, unschedule and trigger, for periodic jobs."""
+"""The commands schedule, schedules, pause-schedule, resume-schedule, unschedule and trigger, for periodic jobs."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 LABEL_WIDTH = 10
 KEY = Argument("key", metavar="KEY", help="the schedule")
 NO_SCHEDULE = {4: "no such queue or schedule"}
+# Of a schedule in the column of its next tick.
+PAUSED = "paused"
 _FIELDS = ("every", "cron", "zone", "priority", "type", "overlap", "catch_up", "jitter")
 
 
@@ -93,13 +95,45 @@ def schedules(args: Namespace) -> int:
             [
                 (
                     *(each["queue"], each["key"], each["rule"] or each["error"], each.get("zone")),
-                    *(iso_time(each["next_at"]), iso_time(each["last_at"])),
+                    *(PAUSED if each.get("paused") else iso_time(each["next_at"]), iso_time(each["last_at"])),
                     *(each["runs"], each["skipped"], each["missed"]),
                 )
                 for each in found
             ],
         )
     return 0
+
+
+@Command(
+    "pause-schedule",
+    "pause a schedule: it enqueues no jobs until it is resumed",
+    NAME,
+    KEY,
+    more="It stays paused over restarts, and if its definition changes. trigger still works.",
+    examples=["pause-schedule mails nightly"],
+    json="schedule.pause",
+    exits=NO_SCHEDULE,
+)
+def pause_schedule(args: Namespace) -> int:
+    result = connect(args).call("schedule.pause", {"name": args.name, "key": args.key})
+    done = "paused" if result["paused"] else "was paused before"
+    return print_result(args, result, f"{args.key} of {args.name} {done}")
+
+
+@Command(
+    "resume-schedule",
+    "resume a paused schedule",
+    NAME,
+    KEY,
+    more="Its next tick is the first one from now on; those of the pause are not caught up.",
+    examples=["resume-schedule mails nightly"],
+    json="schedule.resume",
+    exits=NO_SCHEDULE,
+)
+def resume_schedule(args: Namespace) -> int:
+    result = connect(args).call("schedule.resume", {"name": args.name, "key": args.key})
+    done = "resumed" if result["resumed"] else "was not paused"
+    return print_result(args, result, f"{args.key} of {args.name} {done}")
 
 
 @Command(

@@ -55,8 +55,8 @@ function _shtab_forqctl_using
   test "$_shtab_forqctl_cmdpath" = "$argv"
 end
 
-set -g _shtab_forqctl_commands create delete status top jobs job push await dequeue ack schedule schedules unschedule trigger dead recover remove cancel pause resume drain set watch logs why kill stack restart apply ping version shutdown completion
-set -g _shtab_forqctl_opts_with_value --after --app --at --backoff --catch-up --count --cron --data --durable --every --expires-in --fail-handler --file --handler --id --identifier --if-exists --in --interval --jitter --job --job-timeout --keep-done --lease --limit --lines --max-retries --mode --on --overlap --path --priority --queue --reset-counts --set --socket --state --timeout --token --type --update-run-at --wait --zone -n
+set -g _shtab_forqctl_commands create delete status top jobs job push await dequeue ack schedule schedules pause-schedule resume-schedule unschedule trigger dead recover remove cancel run-now pause resume drain set watch logs why kill stack restart apply ping version shutdown completion
+set -g _shtab_forqctl_opts_with_value --after --app --at --backoff --catch-up --count --cron --data --durable --error --every --expires-in --fail-handler --file --handler --id --identifier --if-exists --in --interval --jitter --job --job-timeout --keep-done --lease --limit --lines --max-retries --mode --on --overlap --path --priority --queue --reset-counts --set --since --socket --state --timeout --token --type --until --update-run-at --wait --zone -n
 
 complete -c forqctl -e
 complete -c forqctl -f
@@ -99,6 +99,11 @@ complete -c forqctl -n '_shtab_forqctl_using top' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using top' -l timeout -x -d 'timeout for an answer (default: 30s)'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a jobs -d 'list the jobs of a queue'
 complete -c forqctl -n '_shtab_forqctl_using jobs' -l state -xka "waiting scheduled active blocked retry done dead" -d 'only jobs in this state'
+complete -c forqctl -n '_shtab_forqctl_using jobs' -l type -x -d 'only jobs of this type'
+complete -c forqctl -n '_shtab_forqctl_using jobs' -l identifier -x -d 'only jobs with this text in their identifier'
+complete -c forqctl -n '_shtab_forqctl_using jobs' -l error -x -d 'only jobs with this text in the name or message of their last error'
+complete -c forqctl -n '_shtab_forqctl_using jobs' -l since -x -d 'only jobs enqueued (dead: died, done: ended) since then'
+complete -c forqctl -n '_shtab_forqctl_using jobs' -l until -x -d 'only jobs enqueued (dead: died, done: ended) until then'
 complete -c forqctl -n '_shtab_forqctl_using jobs' -l limit -x -d 'maximum number of jobs'
 complete -c forqctl -n '_shtab_forqctl_using jobs' -l after -x -d 'continue after the previous page'
 complete -c forqctl -n '_shtab_forqctl_using jobs' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
@@ -164,6 +169,14 @@ complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 
 complete -c forqctl -n '_shtab_forqctl_using schedules' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using schedules' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using schedules' -l timeout -x -d 'timeout for an answer (default: 30s)'
+complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a pause-schedule -d 'pause a schedule: it enqueues no jobs until it is resumed'
+complete -c forqctl -n '_shtab_forqctl_using pause-schedule' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
+complete -c forqctl -n '_shtab_forqctl_using pause-schedule' -l json -d 'print JSON'
+complete -c forqctl -n '_shtab_forqctl_using pause-schedule' -l timeout -x -d 'timeout for an answer (default: 30s)'
+complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a resume-schedule -d 'resume a paused schedule'
+complete -c forqctl -n '_shtab_forqctl_using resume-schedule' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
+complete -c forqctl -n '_shtab_forqctl_using resume-schedule' -l json -d 'print JSON'
+complete -c forqctl -n '_shtab_forqctl_using resume-schedule' -l timeout -x -d 'timeout for an answer (default: 30s)'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a unschedule -d 'remove a schedule, but not its jobs'
 complete -c forqctl -n '_shtab_forqctl_using unschedule' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using unschedule' -l json -d 'print JSON'
@@ -172,14 +185,14 @@ complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 
 complete -c forqctl -n '_shtab_forqctl_using trigger' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using trigger' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using trigger' -l timeout -x -d 'timeout for an answer (default: 30s)'
-complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a dead -d 'list, show, retry or discard dead jobs'
+complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a dead -d 'list, group, show, retry or discard dead jobs'
 complete -c forqctl -n '_shtab_forqctl_using dead' -l all -d 'retry or discard all jobs that are dead now'
 complete -c forqctl -n '_shtab_forqctl_using dead' -l limit -x -d 'maximum number of jobs listed'
 complete -c forqctl -n '_shtab_forqctl_using dead' -l after -x -d 'continue after the previous page'
 complete -c forqctl -n '_shtab_forqctl_using dead' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using dead' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using dead' -l timeout -x -d 'timeout for an answer (default: 30s)'
-complete -c forqctl -n '_shtab_forqctl_using dead; and test $_shtab_forqctl_npos -eq 0' -ka "list show retry discard" -d 'the action'
+complete -c forqctl -n '_shtab_forqctl_using dead; and test $_shtab_forqctl_npos -eq 0' -ka "list groups show retry discard" -d 'the action'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a recover -d 'push the jobs of a failed log again'
 complete -c forqctl -n '_shtab_forqctl_using recover' -l queue -x -d 'push to this queue instead of the original ones'
 complete -c forqctl -n '_shtab_forqctl_using recover' -l dry-run -d 'only count what would be pushed'
@@ -195,6 +208,10 @@ complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 
 complete -c forqctl -n '_shtab_forqctl_using cancel' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using cancel' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using cancel' -l timeout -x -d 'timeout for an answer (default: 30s)'
+complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a run-now -d 'run a scheduled job before its time'
+complete -c forqctl -n '_shtab_forqctl_using run-now' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
+complete -c forqctl -n '_shtab_forqctl_using run-now' -l json -d 'print JSON'
+complete -c forqctl -n '_shtab_forqctl_using run-now' -l timeout -x -d 'timeout for an answer (default: 30s)'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a pause -d 'stop starting new jobs of a queue'
 complete -c forqctl -n '_shtab_forqctl_using pause' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
 complete -c forqctl -n '_shtab_forqctl_using pause' -l json -d 'print JSON'

@@ -16,7 +16,7 @@ _shtab_forqctl_commands() {
     cancel:'cancel a job that has not started'
     completion:'print the shell completion script'
     create:'create a queue and start its processes'
-    dead:'list, show, retry or discard dead jobs'
+    dead:'list, group, show, retry or discard dead jobs'
     delete:'stop a queue'"'"'s processes and remove it'
     dequeue:'take an item from a queue of mode on_request, and print it'
     drain:'wait until a queue has no waiting or active jobs'
@@ -25,12 +25,15 @@ _shtab_forqctl_commands() {
     kill:'kill a running job; it is cancelled'
     logs:'show the output and log messages of a queue'"'"'s handlers'
     pause:'stop starting new jobs of a queue'
+    pause-schedule:'pause a schedule: it enqueues no jobs until it is resumed'
     ping:'check whether the supervisor answers'
     push:'add a job, or one per line of a file'
     recover:'push the jobs of a failed log again'
     remove:'remove a job; a running one is dropped when it ends'
     restart:'replace a queue'"'"'s processes, for example to load new code'
     resume:'start jobs of a paused queue again'
+    resume-schedule:'resume a paused schedule'
+    run-now:'run a scheduled job before its time'
     schedule:'enqueue a job periodically: at an interval, or at the times of a cron expression'
     schedules:'list schedules, or show one with its next five ticks'
     set:'change options of a running queue'
@@ -141,7 +144,7 @@ _shtab_forqctl_dead_options=(
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
   "--json[print JSON]"
   "--timeout[timeout for an answer (default\: 30s)]:D:"
-  ":the action:(list show retry discard)"
+  ":the action:(list groups show retry discard)"
   ":the queue:"
   ":the job id (the newest with that id), or id\@fence:"
 )
@@ -197,6 +200,11 @@ _shtab_forqctl_job_defaults_added=0
 
 _shtab_forqctl_jobs_options=(
   "--state[only jobs in this state]:state:(waiting scheduled active blocked retry done dead)"
+  "--type[only jobs of this type]:TYPE:"
+  "--identifier[only jobs with this text in their identifier]:TEXT:"
+  "--error[only jobs with this text in the name or message of their last error]:TEXT:"
+  "--since[only jobs enqueued (dead\: died, done\: ended) since then]:TIME:"
+  "--until[only jobs enqueued (dead\: died, done\: ended) until then]:TIME:"
   "--limit[maximum number of jobs]:N:"
   "--after[continue after the previous page]:CURSOR:"
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
@@ -244,6 +252,17 @@ _shtab_forqctl_pause_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_forqctl_pause_defaults_added=0
+
+_shtab_forqctl_pause_schedule_options=(
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
+  ":the queue:"
+  ":the schedule:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_forqctl_pause_schedule_defaults_added=0
 
 _shtab_forqctl_ping_options=(
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
@@ -329,6 +348,28 @@ _shtab_forqctl_resume_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_forqctl_resume_defaults_added=0
+
+_shtab_forqctl_resume_schedule_options=(
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
+  ":the queue:"
+  ":the schedule:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_forqctl_resume_schedule_defaults_added=0
+
+_shtab_forqctl_run_now_options=(
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
+  ":the queue:"
+  ":the job:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_forqctl_run_now_defaults_added=0
 
 _shtab_forqctl_schedule_options=(
   "--every[interval (30s, 5m, 1d)\; the first job runs now]:D:"
@@ -510,12 +551,15 @@ _shtab_forqctl() {
         kill) _arguments -C -s $_shtab_forqctl_kill_options ;;
         logs) _arguments -C -s $_shtab_forqctl_logs_options ;;
         pause) _arguments -C -s $_shtab_forqctl_pause_options ;;
+        pause-schedule) _arguments -C -s $_shtab_forqctl_pause_schedule_options ;;
         ping) _arguments -C -s $_shtab_forqctl_ping_options ;;
         push) _arguments -C -s $_shtab_forqctl_push_options ;;
         recover) _arguments -C -s $_shtab_forqctl_recover_options ;;
         remove) _arguments -C -s $_shtab_forqctl_remove_options ;;
         restart) _arguments -C -s $_shtab_forqctl_restart_options ;;
         resume) _arguments -C -s $_shtab_forqctl_resume_options ;;
+        resume-schedule) _arguments -C -s $_shtab_forqctl_resume_schedule_options ;;
+        run-now) _arguments -C -s $_shtab_forqctl_run_now_options ;;
         schedule) _arguments -C -s $_shtab_forqctl_schedule_options ;;
         schedules) _arguments -C -s $_shtab_forqctl_schedules_options ;;
         set) _arguments -C -s $_shtab_forqctl_set_options ;;

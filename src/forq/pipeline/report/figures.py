@@ -234,16 +234,19 @@ _AFTER_CLAIM = quoted(*verbs.AFTER_CLAIM)
 _SUCCEEDED, _FAILED = quoted(*verbs.SUCCEEDED), quoted(*verbs.FAILED)
 
 # `ready_us`: time of the event that made the job ready, or its due time. `promoted` counts only if the event before it
-# is not in the report's period. A worker runs the jobs that it settles in one entry one after the other: `until_us` is
-# the end of a run, assuming that the later ones followed without a pause.
+# is not in the report's period, or if a user ran the job before its time. A worker runs the jobs that it settles in one
+# entry one after the other: `until_us` is the end of a run, assuming that the later ones followed without a pause.
 STEPS_SQL = f"""
 select queue, epoch, verb, us, until_us, job, fence, attempt,
   lead(verb) over life as next_verb, lead(us) over life as next_us, lead(until_us) over life as next_until_us,
   lead(micros) over life as next_micros,
   lead(cause) over life as next_cause, lag(verb) over life as previous_verb, micros, cause,
-  coalesce(
-    last_value(ready_us) ignore nulls over before,
-    last_value(if(verb = 'promoted', us, null)) ignore nulls over before
+  if(lag(verb) over life = 'promoted',
+    least(last_value(ready_us) ignore nulls over before, lag(us) over life),
+    coalesce(
+      last_value(ready_us) ignore nulls over before,
+      last_value(if(verb = 'promoted', us, null)) ignore nulls over before
+    )
   ) as ready_us
 from (
   select *, unix_micros(time) as us,

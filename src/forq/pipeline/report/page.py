@@ -14,9 +14,22 @@ from pathlib import Path
 
 from pyspark.sql import SparkSession
 
+from forq.charts import (
+    SCRIPT,
+    STYLE,
+    Column,
+    Series,
+    count,
+    duration,
+    heat_cells,
+    legend,
+    log_lines,
+    range_bars,
+    short,
+    stacked_areas,
+)
 from forq.errors import ForqError, UsageError
 from forq.pipeline.history import read_history, require_history
-from forq.pipeline.report.charts import Column, Series, heat_cells, log_lines, range_bars, stacked_areas
 from forq.pipeline.report.figures import (
     DAY,
     HOUR,
@@ -120,12 +133,12 @@ def report_page(title: str, note: str, figures: Figures) -> str:
         _heat(figures),
         _failures(figures),
         _jobs("Slowest jobs", "Attempts with the longest run time.", figures.slowest),
-        _jobs("Dead jobs", f"The latest of {number(figures.total('dead'))} dead jobs.", figures.dead),
+        _jobs("Dead jobs", f"The latest of {count(figures.total('dead'))} dead jobs.", figures.dead),
         _queues(figures),
     )
     span = f"{clock(figures.span.from_us)} to {clock(figures.span.to_us - 1)} UTC"
     length = duration(figures.span.length_us)
-    return _page(title, f"{span} · {length} · {number(figures.events)} events · {note}", "".join(parts))
+    return _page(title, f"{span} · {length} · {count(figures.events)} events · {note}", "".join(parts))
 
 
 def empty_page(title: str, note: str) -> str:
@@ -133,13 +146,16 @@ def empty_page(title: str, note: str) -> str:
 
 
 def _page(title: str, subtitle: str, body: str) -> str:
-    style, script = ((_FOLDER / name).read_text() for name in ("report.css", "report.js"))
+    style, script = (
+        "\n".join(file.read_text() for file in (shared, _FOLDER / own))
+        for shared, own in ((STYLE, "report.css"), (SCRIPT, "report.js"))
+    )
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{escape(title)}</title><style>\n{style}</style></head><body><main>"
         f"<header><h1>{escape(title)}</h1><p>{escape(subtitle)}</p>"
-        '<button id="scheme" type="button">light / dark</button></header>'
+        '<button id="theme" type="button">light / dark</button></header>'
         f"{body}</main><script>\n{script}</script></body></html>\n"
     )
 
@@ -155,21 +171,21 @@ def _headline(figures: Figures) -> str:
         (
             "",
             "jobs done or released" if figures.total("released") else "jobs done",
-            number(done),
+            count(done),
             f"{short(done / seconds * rate)} {unit} on average",
         ),
         (
             "",
             "jobs enqueued",
-            number(figures.total("enqueued")),
+            count(figures.total("enqueued")),
             f"in {len(figures.queues)} queue{'' if len(figures.queues) == 1 else 's'}",
         ),
         ("good" if not dead else "", "success rate", percent(done, done + dead), "of done and dead jobs"),
-        ("bad" if dead else "", "dead jobs", number(dead), "failed for good"),
-        ("warn" if lost else "", "timeouts and stalls", number(lost), f"{number(figures.total('retried'))} retries"),
+        ("bad" if dead else "", "dead jobs", count(dead), "failed for good"),
+        ("warn" if lost else "", "timeouts and stalls", count(lost), f"{count(figures.total('retried'))} retries"),
         ("", "median wait", duration_or_dash(wait[0]), f"p99 {duration_or_dash(wait[2])}"),
         ("", "median run time", duration_or_dash(run[0]), f"p99 {duration_or_dash(run[2])}"),
-        ("", "peak running jobs", number(figures.peak), f"{short(average)} on average"),
+        ("", "peak running jobs", count(figures.peak), f"{short(average)} on average"),
     )
     return '<div class="cards">' + "".join(_card(*card) for card in cards) + "</div>"
 
@@ -192,13 +208,13 @@ def _throughput(figures: Figures) -> str:
         for name, tone in _queue_tones(figures)
     ]
     line = Series("enqueued, all queues", "enqueued", rates(figures.enqueued), areas[0].text)
-    chart = stacked_areas(_columns(figures), areas, [line], span.ticks())
-    legend = [(name, tone, number(sum(figures.done[name]))) for name, tone in _queue_tones(figures)]
-    legend.append(("enqueued, all queues", "enqueued", number(sum(figures.enqueued))))
+    chart = stacked_areas(_columns(figures), areas, [line], span.ticks(), title=f"Jobs done or released {unit}")
+    entries = [(name, tone, count(sum(figures.done[name]))) for name, tone in _queue_tones(figures)]
+    entries.append(("enqueued, all queues", "enqueued", count(sum(figures.enqueued))))
     return _section(
         "Throughput",
         f"Jobs done or released {unit}, by queue. Dashed line: jobs enqueued. Where it is above, the backlog grows.",
-        chart + _legend(legend),
+        chart + legend(entries),
     )
 
 
@@ -220,13 +236,15 @@ def _times(figures: Figures) -> str:
     charts = []
     for title, explanation, pick in _WAIT_RUN:
         lines = _percentile_lines(figures.times_over_time, pick)
-        chart = log_lines(_columns(figures), lines, figures.span.ticks(), _bounds(figures.times_over_time, pick))
+        chart = log_lines(
+            _columns(figures), lines, figures.span.ticks(), _bounds(figures.times_over_time, pick), title=title
+        )
         charts.append(f"<div><h3>{title}</h3><p>{explanation}</p>{chart}</div>")
-    legend = _legend([(line.name, line.tone, "") for line in _percentile_lines([], _wait)])
+    names = legend([(line.name, line.tone, "") for line in _percentile_lines([], _wait)])
     return _section(
         "Wait and run time",
         "All queues together, on a logarithmic scale.",
-        f'<div class="pair">{"".join(charts)}</div>{legend}',
+        f'<div class="pair">{"".join(charts)}</div>{names}',
     )
 
 
@@ -235,7 +253,9 @@ def _times_by_queue(figures: Figures) -> str:
     pairs = []
     for title, _, pick in _WAIT_RUN:
         rows = [(name, tone, pick(by_name[name])) for name, tone in _queue_tones(figures) if name in by_name]
-        pairs.append(f"<div><h3>{title}: p50 · p90 · p99</h3>{range_bars(rows, duration)}</div>")
+        pairs.append(
+            f"<div><h3>{title}: p50 · p90 · p99</h3>{range_bars(rows, duration, title=f'{title} by queue')}</div>"
+        )
     columns = _columns(figures)
     ticks = figures.span.ticks()[::3]
     every = [times for series in figures.times_by_queue.values() for times in series]
@@ -245,7 +265,12 @@ def _times_by_queue(figures: Figures) -> str:
         drawn = "".join(
             f"<small>{title.lower()}</small>"
             + log_lines(
-                columns, _percentile_lines(series, pick), ticks if pick is _run else [], _bounds(every, pick), 3
+                columns,
+                _percentile_lines(series, pick),
+                ticks if pick is _run else [],
+                _bounds(every, pick),
+                3,
+                title=f"{title} of {name}",
             )
             for title, _, pick in _WAIT_RUN
         )
@@ -272,11 +297,11 @@ def _bounds(series: Sequence[Times], pick: _Pick) -> tuple[float, float]:
 
 def _running(figures: Figures) -> str:
     areas = [Series(name, tone, figures.running[name], short) for name, tone in _queue_tones(figures)]
-    chart = stacked_areas(_columns(figures), areas, [], figures.span.ticks())
+    chart = stacked_areas(_columns(figures), areas, [], figures.span.ticks(), title="Running jobs")
     peaks = {queue.name: queue.peak for queue in figures.queues}
-    legend = [(name, tone, f"peak {peaks[name]}" if name in peaks else "") for name, tone in _queue_tones(figures)]
-    explanation = f"Average number of jobs running at the same time. Peak of all queues: {number(figures.peak)}."
-    return _section("Running jobs", explanation, chart + _legend(legend))
+    entries = [(name, tone, f"peak {peaks[name]}" if name in peaks else "") for name, tone in _queue_tones(figures)]
+    explanation = f"Average number of jobs running at the same time. Peak of all queues: {count(figures.peak)}."
+    return _section("Running jobs", explanation, chart + legend(entries))
 
 
 def _heat(figures: Figures) -> str:
@@ -293,7 +318,8 @@ def _heat(figures: Figures) -> str:
     unit = {SECOND: "second", MINUTE: "minute", 10 * MINUTE: "ten minutes", HOUR: "hour"}[heat.cell_us]
     average = "Average number of attempts" if heat.by_weekday else "Attempts"
     explanation = f"{average} that ended per {unit}{', by weekday' if heat.by_weekday else ''}. Times are UTC."
-    return _section("Busy times", explanation, heat_cells([name for _, name in rows], names, values))
+    cells = heat_cells([name for _, name in rows], names, values, title="Busy times")
+    return _section("Busy times", explanation, cells)
 
 
 def _cell_name(cell_us: int, column: int) -> str:
@@ -312,8 +338,8 @@ def _failures(figures: Figures) -> str:
         [
             ("text", escape(OUTCOMES.get(cause.verb, cause.verb))),
             ("text long", escape(_cause_text(cause.cause))),
-            ("text", f'<i class="share" style="width:{90 * cause.count / most:.0f}px"></i>{number(cause.count)}'),
-            ("", number(cause.queues)),
+            ("text", f'<i class="share" style="width:{90 * cause.count / most:.0f}px"></i>{count(cause.count)}'),
+            ("", count(cause.queues)),
             ("text long examples", ", ".join(f"<code>{escape(job)}</code>" for job in cause.examples)),
         ]
         for cause in figures.causes
@@ -341,7 +367,7 @@ def _jobs(title: str, explanation: str, attempts: Sequence[Attempt]) -> str:
             ("text name", escape(one.queue)),
             ("", duration_or_dash(one.run_us)),
             ("", duration_or_dash(one.wait_us)),
-            ("", MISSING if one.attempt is None else number(one.attempt)),
+            ("", MISSING if one.attempt is None else count(one.attempt)),
             ("text", escape(OUTCOMES.get(one.verb, one.verb))),
             ("text long", escape(_cause_text(one.cause))),
             ("", clock(one.ended_us)),
@@ -365,21 +391,21 @@ def _queues(figures: Figures) -> str:
     listed = figures.queues[:MAX_QUEUES_LISTED]
     rows = [_queue_row(queue, verbs, figures.span.length_us) for queue in listed]
     more = len(figures.queues) - len(listed)
-    explanation = f"Busiest first{f'; {number(more)} more are not listed' if more else ''}."
+    explanation = f"Busiest first{f'; {count(more)} more are not listed' if more else ''}."
     return _section("Queues", explanation, _table(head, rows, above))
 
 
 def _queue_row(queue: QueueFigures, verbs: Iterable[str], span_us: int) -> list[tuple[str, str]]:
     done, dead = queue.verbs.get("done", 0) + queue.verbs.get("released", 0), queue.verbs.get("dead", 0)
     row = [("text name", escape(queue.name))]
-    row += [("" if queue.verbs.get(verb) else "none", number(queue.verbs.get(verb, 0))) for verb in verbs]
+    row += [("" if queue.verbs.get(verb) else "none", count(queue.verbs.get(verb, 0))) for verb in verbs]
     row.append(("", percent(done, done + dead)))
     for wait_or_run in (queue.times.wait, queue.times.run):
         row += [("first" if at == 0 else "", duration_or_dash(value)) for at, value in enumerate(wait_or_run)]
     return [
         *row,
         ("first", short(queue.busy_us / span_us)),
-        ("", MISSING if queue.peak is None else number(queue.peak)),
+        ("", MISSING if queue.peak is None else count(queue.peak)),
     ]
 
 
@@ -404,13 +430,6 @@ def _section(title: str, explanation: str, body: str) -> str:
     return f"<section><h2>{escape(title)}</h2>{paragraph}{body}</section>"
 
 
-def _legend(entries: Iterable[tuple[str, str, str]]) -> str:
-    items = "".join(
-        f'<li><i class="chip {tone}"></i>{escape(name)} <em>{escape(note)}</em></li>' for name, tone, note in entries
-    )
-    return f'<ul class="legend">{items}</ul>'
-
-
 def _table(
     head: Iterable[tuple[str, str]], rows: Iterable[list[tuple[str, str]]], above: Iterable[tuple[int, str]] = ()
 ) -> str:
@@ -429,28 +448,8 @@ def _table(
     return f'<div class="wide"><table><thead>{top}</thead><tbody>{body}</tbody></table></div>'
 
 
-def number(value: int) -> str:
-    return f"{value:,}"
-
-
-def duration(micros: float) -> str:
-    for size, unit in ((DAY, "d"), (HOUR, "h"), (MINUTE, "min"), (SECOND, "s"), (1000, "ms")):
-        if micros >= size:
-            return f"{short(micros / size)} {unit}"
-    return f"{short(micros)} µs"
-
-
 def duration_or_dash(micros: int | None) -> str:
     return MISSING if micros is None else duration(micros)
-
-
-def short(value: float) -> str:
-    """Three significant digits."""
-    if value >= 100 or value == int(value):
-        return f"{round(value):,}"
-    if value < 1:
-        return f"{value:.2g}"
-    return f"{value:.{1 if value >= 10 else 2}f}".rstrip("0").rstrip(".")
 
 
 def percent(part: int, whole: int) -> str:

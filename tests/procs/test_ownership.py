@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from forq.errors import ConfigError
-from forq.supervisor import ownership
+from forq.procs import ownership
+from forq.procs.ownership import changeable_by, refuse_changeable, strict_modes
 from forq.supervisor.config import load
-from forq.supervisor.ownership import changeable_by, refuse_changeable, strict_modes
 from forq.supervisor.statedir import StateDir
 from tests.support.drive.supervisor import Forq
 

@@ -1,4 +1,5 @@
-"""Refuses files that another user could change: that user could choose the code that forq runs. The rules are sshd's.
+"""Refuses files that another user could change, and with it the code that forq runs or the users that it admits. The
+rules are sshd's.
 
 1. A file or directory must belong to root or to the user that forq runs as.
 2. Neither its group nor others may write to it. A group whose only member is that user (a user private group) may.
@@ -16,6 +17,8 @@ from pathlib import Path
 from forq.errors import ConfigError
 
 VARIABLE = "FORQ_STRICT_MODES"
+# What the other user could do, for the error.
+CHOOSE_CODE = "choose code that runs as user {user}"
 _VALUES = {"yes": True, "no": False}
 
 
@@ -27,14 +30,15 @@ def strict_modes(environ: Mapping[str, str]) -> bool:
     return _VALUES[value]
 
 
-def refuse_changeable(path: Path, what: str, status: os.stat_result | None = None) -> None:
+def refuse_changeable(path: Path, what: str, status: os.stat_result | None = None, *, harm: str = CHOOSE_CODE) -> None:
     """Raises ConfigError if another user could change or replace the file or directory. `status`: fstat of the file,
-    if it is open."""
+    if it is open. `harm`: what that user could do then."""
     real = Path(os.path.realpath(path))
-    _refuse(real, f"{what} {path}", status or os.stat(real), sticky_is_safe=False)
+    harm = harm.format(user=_user_name(os.geteuid()))
+    _refuse(real, f"{what} {path}", status or os.stat(real), harm, sticky_is_safe=False)
     # The directories of the target, and those of the link if the path is a link.
     for directory in dict.fromkeys([*real.parents, *Path(os.path.realpath(path.parent)).parents]):
-        _refuse(directory, f"{what} {path}: its directory {directory}", os.stat(directory), sticky_is_safe=True)
+        _refuse(directory, f"{what} {path}: its directory {directory}", os.stat(directory), harm, sticky_is_safe=True)
 
 
 def changeable_by(path: str) -> str | None:
@@ -46,7 +50,7 @@ def changeable_by(path: str) -> str | None:
     return _foreign_writer(path, status, sticky_is_safe=False)
 
 
-def _refuse(path: Path, named: str, status: os.stat_result, *, sticky_is_safe: bool) -> None:
+def _refuse(path: Path, named: str, status: os.stat_result, harm: str, *, sticky_is_safe: bool) -> None:
     writer = _foreign_writer(str(path), status, sticky_is_safe=sticky_is_safe)
     if writer is None:
         return
@@ -55,13 +59,13 @@ def _refuse(path: Path, named: str, status: os.stat_result, *, sticky_is_safe: b
     else:
         fix = f"chmod {'g' if writer.startswith('group') else 'o'}-w {path}"
     raise ConfigError(
-        f"{named} can be changed by {writer}, who could choose code that runs as user {_user_name(os.geteuid())}: "
-        f"{fix} (or {VARIABLE}=no, where nobody else has an account)"
+        f"{named} can be changed by {writer}, who could {harm}: {fix} "
+        f"(or {VARIABLE}=no, where nobody else has an account)"
     )
 
 
 def _foreign_writer(path: str, status: os.stat_result, *, sticky_is_safe: bool) -> str | None:
-    if status.st_uid not in (0, os.geteuid()) and not _is_unmapped(status.st_uid):
+    if status.st_uid not in (0, os.geteuid()) and not is_unmapped(status.st_uid):
         return f"user {_user_name(status.st_uid)}"
     if not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) or _is_read_only(path):
         return None
@@ -91,7 +95,7 @@ def _is_read_only(path: str) -> bool:
     return bool(os.statvfs(path).f_flag & os.ST_RDONLY)
 
 
-def _is_unmapped(uid: int) -> bool:
+def is_unmapped(uid: int) -> bool:
     """Whether it stands for an owner outside this user namespace, which no user inside can become."""
     try:
         overflow = int(Path("/proc/sys/kernel/overflowuid").read_text())

@@ -1,0 +1,352 @@
+"""The pages over a real Redis, without a supervisor: what each shows and hides, and what broken requests get."""
+
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import orjson
+import pytest
+from starlette.requests import HTTPConnection
+from starlette.testclient import TestClient
+
+import forq.web
+from forq.client import Client
+from forq.web.names import KINDS, Level
+
+HTML = {"Accept": "text/html"}
+SAME_SITE = {"Sec-Fetch-Site": "same-origin", "Accept": "text/html"}
+MARKUP = "<img src=x onerror=alert(1)>\"'{{7*7}}"
+
+Authorize = Callable[[HTTPConnection, str], Level]
+
+
+def dashboard(url: str, authorize: Authorize = lambda request, name: "act", **how: Any) -> TestClient:
+    return TestClient(forq.web.asgi(Client(url), authorize=authorize, **how), headers=HTML, follow_redirects=False)
+
+
+@pytest.fixture
+def client(redis_url: str) -> Client:
+    client = Client(redis_url)
+    queue = client.create_queue("mails")
+    queue.enqueue({"password": "hunter2"}, id="first", identifier=MARKUP)
+    queue.enqueue({}, id="later", run_in=3600)
+    return client
+
+
+@pytest.fixture
+def page(client: Client, redis_url: str) -> Iterator[TestClient]:
+    with dashboard(redis_url) as page:
+        yield page
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(
+            "/",
+            "/dead",
+            "/schedules",
+            "/processes",
+            "/find",
+            "/find?id=first",
+            "/queues/mails",
+            "/queues/mails/options",
+        ),
+        *(f"/queues/mails/jobs?state={state}" for state in ("waiting", "active", "scheduled", "retry", "blocked")),
+        *("/queues/mails/jobs?state=dead", "/queues/mails/jobs?state=done", "/queues/mails/dead"),
+        *("/queues/mails/job?id=first", "/queues/mails/job?id=later", "/queues/mails/job?id=never"),
+    ],
+)
+def test_every_page_is_whole_and_escaped(page: TestClient, path: str) -> None:
+    answer = page.get(path)
+    assert answer.status_code == 200, answer.text
+    assert answer.text.rstrip().endswith("</html>")
+    assert "<img src=x" not in answer.text
+    assert "hunter2" not in answer.text
+    tags = re.findall(r"<[a-z][^>]*>", answer.text)
+    assert not [tag for tag in tags if re.search(r"\s(style|on[a-z]+)=|^<script>", tag)], "the policy forbids it"
+
+
+def test_data_is_shown_on_demand_only(page: TestClient) -> None:
+    assert "hunter2" in page.get("/queues/mails/job?id=first&show=data").text
+
+
+def test_a_reader_sees_jobs_without_data_and_without_actions(client: Client, redis_url: str) -> None:
+    allowed = {"overview", "queue", "jobs", "job", "processes"}
+
+    def read_only(request: HTTPConnection, name: str) -> Level:
+        return "read" if name in allowed else "forbidden"
+
+    with dashboard(redis_url, read_only) as page:
+        text = page.get("/queues/mails/job?id=first").text
+        assert "Show data" not in text
+        assert '<form class="inline"' not in text
+        assert page.get("/queues/mails/job?id=first&show=data").status_code == 403
+        assert page.get("/dead").status_code == 403
+        assert page.get("/queues/mails/jobs?state=dead").status_code == 403
+        assert page.get("/schedules").status_code == 403
+        assert page.get("/queues/mails/options").status_code == 403
+        refused = page.post("/do/queue.pause", data={"queue": "mails"}, headers=SAME_SITE)
+        assert refused.status_code == 403
+        assert not client.queue("mails").status()["paused"]
+
+
+@pytest.mark.parametrize("name", [name for name, kind in KINDS.items() if kind == "action"])
+def test_a_read_only_dashboard_refuses_every_action(client: Client, redis_url: str, name: str) -> None:
+    with dashboard(redis_url, read_only=True) as page:
+        answer = page.post(f"/do/{name}", data={"queue": "mails", "id": "first", "key": "k"}, headers=SAME_SITE)
+        assert answer.status_code == 403
+    assert client.queue("mails").status()["waiting"] == 1
+
+
+def test_an_action_returns_to_its_page_with_a_note_that_is_shown_once(page: TestClient, client: Client) -> None:
+    answer = page.post("/do/queue.pause", data={"queue": "mails", "back": "/queues/mails"}, headers=SAME_SITE)
+    assert answer.status_code == 303
+    target = answer.headers["location"]
+    assert target.startswith("/queues/mails?note=")
+    assert client.queue("mails").status()["paused"]
+    assert "paused queue mails" in page.get(target).text
+    assert "paused queue mails" not in page.get(target).text
+
+
+def test_a_link_cannot_make_up_a_note(page: TestClient) -> None:
+    assert "you have won" not in page.get("/?note=you have won").text
+
+
+def test_a_request_of_another_site_changes_nothing(page: TestClient, client: Client) -> None:
+    for headers in ({"Sec-Fetch-Site": "cross-site"}, {"Origin": "https://evil.example"}, {"Origin": "null"}, {}):
+        answer = page.post("/do/queue.pause", data={"queue": "mails"}, headers=headers)
+        assert answer.status_code == 403, headers
+    assert not client.queue("mails").status()["paused"]
+
+
+def test_an_action_that_needs_a_supervisor_is_not_offered_without_one(page: TestClient) -> None:
+    shown = page.get("/queues/mails").text
+    assert "/do/queue.pause" in shown
+    assert "/do/queue.drain" not in shown
+
+
+def test_discarding_asks_first(page: TestClient, client: Client) -> None:
+    form = {"queue": "mails", "id": "first", "back": "/queues/mails"}
+    asked = page.post("/do/job.discard", data=form, headers=SAME_SITE)
+    assert asked.status_code == 200
+    assert "Discard 1 job of queue mails?" in asked.text
+    done = page.post("/do/job.discard", data={**form, "confirmed": "yes"}, headers=SAME_SITE)
+    assert done.status_code == 303
+    assert "discarded 0 jobs; 1 job not" in page.get(done.headers["location"]).text
+
+
+def test_selected_jobs_are_cancelled(page: TestClient, client: Client) -> None:
+    form = {"queue": "mails", "id": ["first", "gone"], "which": "selected"}
+    done = page.post("/do/job.cancel", data=form, headers=SAME_SITE)
+    assert "cancelled 1 job; 1 job not" in page.get(done.headers["location"]).text
+    assert client.queue("mails").status()["waiting"] == 0
+
+
+def test_all_matching_jobs_are_counted_before_they_are_cancelled(page: TestClient, client: Client) -> None:
+    client.queue("mails").enqueue_many([{}] * 20)
+    form = {"queue": "mails", "state": "waiting", "which": "matching", "filter.until": "4e9"}
+    asked = page.post("/do/job.cancel", data=form, headers=SAME_SITE)
+    assert "Cancel 21 jobs of queue mails?" in asked.text
+    done = page.post("/do/job.cancel", data={**form, "confirmed": "yes"}, headers=SAME_SITE)
+    assert "cancelled 21 jobs" in page.get(done.headers["location"]).text
+    assert client.queue("mails").status()["waiting"] == 0
+
+
+def test_changed_options_are_set_and_others_left_alone(page: TestClient, client: Client) -> None:
+    form = {"queue": "mails", "option.rate": "5/1s", "before.rate": "off", "option.size": "7", "before.size": "7"}
+    assert page.post("/do/queue.set", data=form, headers=SAME_SITE).status_code == 303
+    limits = client.queue("mails").status()["limits"]
+    assert limits is not None
+    assert limits["rate"] == "5/1s"
+    shown = page.get("/queues/mails/options").text
+    assert 'name="option.rate" value="5/1s"' in shown
+
+
+@pytest.mark.parametrize(
+    ("path", "status", "says"),
+    [
+        ("/nothing", 404, "no such page"),
+        ("/queues/none", 404, "no queue"),
+        ("/queues/a b", 400, "not allowed"),
+        ("/queues/mails/jobs?state=odd", 400, "not allowed"),
+        ("/queues/mails/jobs?state=waiting&after=odd", 400, "not allowed"),
+        ("/queues/mails/jobs?state=waiting&since=yesterday", 400, "such as 2026-11-18T09:30"),
+        ("/queues/mails/job", 400, "parameter id is missing"),
+        ("/queues/mails/job?id=a b", 400, "not allowed"),
+        ("/?order=odd", 400, "not allowed"),
+        ("/queues/mails/schedule?key=none", 404, "none"),
+        ("/static/../app.py", 404, ""),
+        ("/static/%2e%2e/app.py", 404, ""),
+    ],
+)
+def test_broken_addresses_get_a_page_that_says_why(page: TestClient, path: str, status: int, says: str) -> None:
+    answer = page.get(path)
+    assert answer.status_code == status
+    assert says.lower() in answer.text.lower()
+
+
+def test_a_stale_form_says_what_is_wrong(page: TestClient, client: Client) -> None:
+    client.delete_queue("mails", force=True)
+    answer = page.post("/do/queue.pause", data={"queue": "mails"}, headers=SAME_SITE)
+    assert answer.status_code == 404
+    assert "mails" in answer.text
+
+
+def test_an_unknown_action_names_the_known_ones(page: TestClient) -> None:
+    answer = page.post("/do/queue.explode", data={"queue": "mails"}, headers=SAME_SITE)
+    assert answer.status_code == 400
+    assert "queue.pause" in answer.text
+
+
+def test_without_redis_the_pages_say_so(tmp_path: Any) -> None:
+    with dashboard(f"unix://{tmp_path}/none.sock") as page:
+        assert "Redis does not answer" in page.get("/").text
+        answer = page.get("/queues/mails")
+        assert answer.status_code == 503
+        assert "while Redis does not answer" in answer.text
+        assert page.get("/schedules").status_code == 503
+
+
+def test_many_schedules_are_paged(page: TestClient, client: Client) -> None:
+    queue = client.queue("mails")
+    for number in range(450):
+        queue.schedule(f"k{number:03}", every=3600)
+    first = page.get("/schedules").text
+    assert "1\N{EN DASH}200 of 450" in first
+    assert "401\N{EN DASH}450 of 450" in page.get("/schedules?page=2").text
+    assert "k042" in page.get("/schedules?find=k042").text
+
+
+def test_large_data_is_cut(page: TestClient, client: Client) -> None:
+    client.create_queue("large", max_data="16mb").enqueue({"text": "x" * (10 << 20)}, id="big")
+    answer = page.get("/queues/large/job?id=big&show=data")
+    assert answer.status_code == 200
+    assert len(answer.text) < 400_000
+    assert "is not shown" in answer.text
+
+
+def kill_some(client: Client, queue: str, errors: list[tuple[str, str]]) -> None:
+    """Puts dead jobs into Redis: one per error, given as name and message. Their ids are d0, d1 …"""
+    link, base = client.link(), f"forq:queue:{{{queue}}}"
+    for number, (name, message) in enumerate(errors):
+        client.queue(queue).enqueue({}, id=f"d{number}")
+        record = link.call("HGET", f"{base}:jobs", f"d{number}")
+        client.queue(queue).cancel(f"d{number}")
+        error = orjson.dumps({"name": name, "message": message, "kind": "retriable"})
+        link.call("HSET", f"{base}:dead:jobs", f"d{number}@{number}", record + b"\n" + error)
+        link.call("ZADD", f"{base}:dead", 1_700_000_000_000 + number, f"d{number}@{number}")
+
+
+def fields_of(text: str, action: str) -> list[dict[str, str]]:
+    """The hidden fields of the forms of an action."""
+    forms = re.findall(rf'<form [^>]*action="/do/{re.escape(action)}".*?</form>', text, re.DOTALL)
+    pairs = [re.findall(r'<input type="hidden" name="([^"]*)" value="([^"]*)"', form) for form in forms]
+    return [dict(each) for each in pairs]
+
+
+def test_a_group_of_dead_jobs_is_discarded_and_no_other(page: TestClient, client: Client) -> None:
+    kill_some(
+        client, "mails", [("ValueError", "bad 1"), ("ValueError", "disk full"), ("ValueError", "bad 2"), ("", "")]
+    )
+    text = page.get("/queues/mails/dead").text
+    for form in fields_of(text, "job.discard"):
+        asked = page.post("/do/job.discard", data=form, headers=SAME_SITE).text
+        assert re.search(r"Discard (1 job|2 jobs) of queue mails\?", asked)
+    form = next(form for form in fields_of(text, "job.discard") if form["filter.group"] in text.split("disk full")[1])
+    page.post("/do/job.discard", data={**form, "confirmed": "yes"}, headers=SAME_SITE)
+    left = [job["id"] for job in client.queue("mails").dead().jobs]
+    assert sorted(left) == ["d0", "d2", "d3"]
+
+
+def test_all_that_match_an_id_are_only_those(page: TestClient, client: Client) -> None:
+    kill_some(client, "mails", [("ValueError", "bad")] * 3)
+    text = page.get("/queues/mails/jobs?state=dead&id=d1").text
+    form = next(form for form in fields_of(text, "job.retry") if "filter.id" in form)
+    chosen = {**form, "which": "matching"}
+    asked = page.post("/do/job.discard", data=chosen, headers=SAME_SITE).text
+    assert "Discard 1 job of queue mails?" in asked
+    assert "id = d1" in asked
+    page.post("/do/job.discard", data={**chosen, "confirmed": "yes"}, headers=SAME_SITE)
+    assert sorted(job["id"] for job in client.queue("mails").dead().jobs) == ["d0", "d2"]
+
+
+def test_broken_records_are_shown_as_such_and_can_be_discarded(page: TestClient, client: Client) -> None:
+    link, base = client.link(), "forq:queue:{mails}"
+    link.call("HSET", f"{base}:jobs", "first", b"garbage")
+    link.call("HSET", f"{base}:dead:jobs", "broken@7", b"\xff\x00\nnot json")
+    link.call("ZADD", f"{base}:dead", 1_700_000_000_000, "broken@7")
+    link.call(
+        "HSET", f"{base}:dead:jobs", "text@8", b'p5 1\n["a",null,{}]\n"only text"\n[{}, "odd", {"error": "text"}]'
+    )
+    link.call("ZADD", f"{base}:dead", 1_700_000_000_001, "text@8")
+    assert page.get("/queues/mails/jobs?state=waiting").status_code == 200
+    dead = page.get("/queues/mails/jobs?state=dead")
+    assert dead.status_code == 200
+    assert "broken record" in dead.text
+    assert page.get("/queues/mails/dead").status_code == 200
+    for path in ("job?id=first", "job?id=broken&fence=7", "job?id=text&fence=8", "job?id=text"):
+        assert page.get(f"/queues/mails/{path}").status_code == 200, path
+    done = page.post(
+        "/do/job.discard", data={"queue": "mails", "id": "broken@7", "confirmed": "yes"}, headers=SAME_SITE
+    )
+    assert "discarded 1 job" in page.get(done.headers["location"]).text
+
+
+def test_messages_and_data_are_redacted_also_where_they_are_cut(client: Client, redis_url: str) -> None:
+    kill_some(client, "mails", [("ValueError", "card hunter2 refused")])
+    token = "s3cret" * 30
+    client.create_queue("large", max_data="16mb").enqueue([token] * 4000, id="big")
+    with dashboard(redis_url, redact=[r"hunter\d", r"(?:s3cret)+"]) as page:
+        for path in ("jobs?state=dead", "dead", "job?id=d0&fence=0"):
+            text = page.get(f"/queues/mails/{path}").text
+            assert "hunter2" not in text, path
+            assert "[redacted]" in text, path
+        assert "s3c" not in page.get("/queues/large/job?id=big&show=data").text
+
+
+def test_data_that_json_libraries_refuse_is_shown_somehow(page: TestClient, client: Client) -> None:
+    base = "forq:queue:{mails}"
+    record = client.link().call("HGET", f"{base}:jobs", "first")
+    head = record.partition(b"\n")[0]
+    client.link().call("HSET", f"{base}:jobs", "first", head + b'\n["a",null,' + b"[" * 300 + b"]" * 300 + b"]")
+    assert page.get("/queues/mails/job?id=first&show=data").status_code == 200
+
+
+def test_a_page_beyond_the_end_is_the_last_one(page: TestClient) -> None:
+    text = page.get("/?page=7").text
+    assert "mails" in text
+    assert "no queues yet" not in text
+
+
+def test_an_error_page_has_the_navigation(page: TestClient) -> None:
+    assert 'href="/schedules"' in page.get("/queues/none").text
+
+
+def test_run_now_needs_selected_jobs(page: TestClient) -> None:
+    answer = page.post("/do/job.run", data={"queue": "mails", "which": "matching"}, headers=SAME_SITE)
+    assert answer.status_code == 400
+    assert "selected jobs" in answer.text
+
+
+def test_a_reader_sees_no_text_of_errors(client: Client, redis_url: str) -> None:
+    link, base = client.link(), "forq:queue:{mails}"
+    attempts = b'{"outcome":"failed","error":"hunter2"}\n{"error":{"name":"E","message":"hunter2"}}'
+    link.call("HSET", f"{base}:attempts", "first", attempts)
+
+    def read_only(request: HTTPConnection, name: str) -> Level:
+        return "read" if KINDS[name] == "view" else "forbidden"
+
+    with dashboard(redis_url, read_only) as page:
+        answer = page.get("/queues/mails/job?id=first")
+        assert answer.status_code == 200
+        assert "hunter2" not in answer.text
+        refused = page.get("/queues/mails/jobs?state=scheduled&error=hunter")
+        assert refused.status_code == 403
+        assert "filter by error" in refused.text
+
+
+def test_a_new_queue_has_a_page_at_once(page: TestClient, client: Client) -> None:
+    page.get("/")
+    client.create_queue("brandnew")
+    assert page.get("/queues/brandnew").status_code == 200
