@@ -298,7 +298,9 @@ def call(first: Any, second: Any = 2, *rest: Any, key: Any, option: Any = None, 
     return first, second, rest, key, option, more
 
 
-@PROPERTY
+# Each example has the arguments of six parameters.
+@settings(PROPERTY, max_examples=examples(50, 400))
+@pytest.mark.timeout(400)
 @given(st.data())
 def test_every_call_comes_back_with_the_same_arguments(data: st.DataObject) -> None:
     kinds = {name: data.draw(KINDS) for name in ("first", "second", "rest", "key", "option", "more")}
