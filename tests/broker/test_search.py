@@ -227,6 +227,9 @@ def test_a_broken_record_is_shown_with_the_reason(queue: OneQueue) -> None:
         ("waiting", {"text": ""}, "1 to 1024"),
         ("waiting", {"text": 7}, "1 to 1024"),
         ("waiting", {"since": "today"}, "seconds"),
+        ("waiting", {"since": float("nan")}, "seconds"),
+        ("waiting", {"until": float("inf")}, "seconds"),
+        ("waiting", {"until": 10**400}, "seconds"),
         ("waiting", {"error": "x"}, "dead, scheduled, retry"),
     ],
 )

@@ -68,9 +68,10 @@ def test_a_filter_counts_only_for_all_matching_jobs() -> None:
     assert form(("which", "matching"), *fields).filter == {"type": "send", "since": 12.5}
 
 
-def test_a_broken_time_is_an_error() -> None:
+@pytest.mark.parametrize("text", ["yesterday", "nan", "inf", "-inf"])
+def test_a_broken_time_is_an_error(text: str) -> None:
     with pytest.raises(UsageError, match="seconds"):
-        _ = form(("which", "matching"), ("filter.since", "yesterday")).filter
+        _ = form(("which", "matching"), ("filter.since", text)).filter
 
 
 def test_a_form_is_read_as_browsers_send_it() -> None:

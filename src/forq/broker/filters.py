@@ -11,6 +11,8 @@ from forq.errors import UsageError
 from forq.values import shown
 
 MAX_TEXT = 1024
+# Far beyond the year 9999. Redis reads neither nan nor larger whole numbers.
+MAX_SECONDS = 1e12
 MAX_PATTERN = 120
 # Ids of all kinds: UUIDs; and words of at least eight characters with a digit in them.
 _ID = re.compile(r"\b[0-9a-fA-F]{8}(?:-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}\b|\b(?=[A-Za-z_]*\d)\w{8,}\b|\d+")
@@ -53,7 +55,7 @@ class JobFilter:
             raise UsageError("a filter needs a state")
         for name, value in given.items():
             if name in ("since", "until"):
-                if isinstance(value, bool) or not isinstance(value, int | float | None):
+                if value is not None and not _is_time(value):
                     raise UsageError(f"{name} {shown(value)} of the filter is not allowed: seconds since 1970")
             elif value is not None and (not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT):
                 raise UsageError(f"{name} {shown(value)} of the filter is not allowed: 1 to {MAX_TEXT} characters")
@@ -97,6 +99,10 @@ def pattern_of(message: str) -> str:
     """The beginning of a message, with '#' for numbers and ids."""
     # Much longer than the pattern, because ids are replaced by one character.
     return _ID.sub("#", message[: 10 * MAX_PATTERN])[:MAX_PATTERN]
+
+
+def _is_time(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= MAX_SECONDS
 
 
 def _has_part(part: str | None, texts: Iterable[object]) -> bool:

@@ -4,6 +4,7 @@ An action uses the verbs of forqctl. One that concerns many jobs handles a part 
 to continue, so no request is long and a crash leaves nothing half done that the next request would not find.
 """
 
+import math
 import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -136,9 +137,13 @@ class Form:
 
 def _time(text: str) -> float:
     try:
-        return float(text)
+        seconds = float(text)
     except ValueError:
-        raise UsageError(f"time {shown(text)} is not allowed: seconds") from None
+        seconds = math.nan
+    if not math.isfinite(seconds):
+        # The action log could not store it.
+        raise UsageError(f"time {shown(text)} is not allowed: seconds")
+    return seconds
 
 
 @dataclass(frozen=True)
