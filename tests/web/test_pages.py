@@ -11,6 +11,7 @@ from starlette.testclient import TestClient
 
 import forq.web
 from forq.client import Client
+from forq.services.redis_verbs import RedisVerbs
 from forq.web.names import KINDS, Level
 
 HTML = {"Accept": "text/html"}
@@ -350,3 +351,29 @@ def test_a_new_queue_has_a_page_at_once(page: TestClient, client: Client) -> Non
     page.get("/")
     client.create_queue("brandnew")
     assert page.get("/queues/brandnew").status_code == 200
+
+
+@pytest.fixture
+def brief_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A live page ends after its first update."""
+    monkeypatch.setattr("forq.web.app.STREAM_SECONDS", 0.0)
+
+
+@pytest.mark.usefixtures("brief_streams")
+@pytest.mark.parametrize("path", ["/find?id=first", "/schedules", "/queues/mails/dead", "/queues/mails/options"])
+def test_a_page_without_live_updates_has_no_stream(page: TestClient, path: str) -> None:
+    assert 'data-live=""' in page.get(path).text
+    answer = page.get(f"/live{path}")
+    assert answer.status_code == 400
+    assert "no live updates" in answer.text
+
+
+@pytest.mark.usefixtures("brief_streams")
+def test_a_live_list_of_jobs_does_not_repeat_its_search(page: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(verbs: RedisVerbs, params: object) -> object:
+        raise AssertionError("a search")
+
+    monkeypatch.setattr(RedisVerbs, "jobs", search)
+    answer = page.get("/live/queues/mails/jobs?state=scheduled&type=mail")
+    assert "event: update" in answer.text
+    assert "scheduled <small>1</small>" in answer.text

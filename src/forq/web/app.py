@@ -168,7 +168,10 @@ class Site:
         async def stream(request: Request) -> Response:
             await self._access.require(request, name)
             visit = await self._visit(request)
-            await page(replace(visit, live=True))  # errors get a status code
+            first = await page(replace(visit, live=True))  # errors get a status code
+            if not first.live:
+                # Such pages may scan many jobs.
+                raise UsageError(f"the page {first.title!r} has no live updates")
             if self._streams >= MAX_STREAMS:
                 raise ForqError(f"{MAX_STREAMS} live pages are open; reload this page to see its present state")
             return StreamingResponse(

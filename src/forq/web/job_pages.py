@@ -29,6 +29,10 @@ async def jobs(visit: Visit) -> Page:
         visit.require("dead", "filter by error")
     if state == "dead":
         visit.require("dead", "see dead jobs")
+    title = f"{state} jobs of {queue.name}"
+    if visit.live:
+        # Only the counts of the states are live: the search would be repeated every second.
+        return Page("jobs.html", title, {"queue": queue, "state": state, "states": STATES})
     found = await visit.source.redis(
         "jobs", name=queue.name, state=state, limit=PER_PAGE, after=visit.text("after"), details=True, filter=given
     )
@@ -44,7 +48,7 @@ async def jobs(visit: Visit) -> Page:
         "filter_fields": given,
         "actions": ACTIONS_OF[state],
     }
-    return Page("jobs.html", f"{state} jobs of {queue.name}", values)
+    return Page("jobs.html", title, values)
 
 
 # The actions on selected jobs of a state.
