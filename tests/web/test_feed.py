@@ -133,6 +133,32 @@ def test_an_answer_is_computed_once_for_all_viewers_of_a_view(redis_url: str) ->
     assert len(computed) == 1
 
 
+def test_an_answer_that_took_long_is_kept_for_further_views_but_not_after_an_action(redis_url: str) -> None:
+    clock = [100.0]
+    feed, _ = feed_of(redis_url, lambda: clock[0])
+
+    async def compute() -> float:
+        began = clock[0]
+        clock[0] += 0.3
+        return began
+
+    async def ask() -> float:
+        return await feed.shared(await feed.current(), "key", compute)
+
+    async def watch() -> list[float]:
+        found = []
+        for _ in range(6):
+            found.append(await ask())
+            clock[0] += 1.1
+        feed.expire()
+        return [*found, await ask()]
+
+    first, *later, last = asyncio.run(watch())
+    # 3 s of rest.
+    assert later == [first, first, pytest.approx(first + 3.6), later[2], later[2]]
+    assert last > later[2]
+
+
 def test_rates_come_from_two_snapshots(redis_url: str) -> None:
     clock = [100.0]
     feed, source = feed_of(redis_url, lambda: clock[0])
