@@ -221,9 +221,12 @@ def test_after_a_snapshot_that_failed_slowly_the_next_one_comes_soon(tmp_path: A
 def test_reads_fail_at_once_while_redis_does_not_answer(tmp_path: Any) -> None:
     feed, source = feed_of(f"unix://{tmp_path}/none.sock")
 
+    reads: list[int] = []
+
     async def read() -> None:
         await feed.current()
-        await source.redis("schedules")
+        await source.run(lambda: reads.append(1))
 
     with pytest.raises(RedisUnavailable, match="cannot reach Redis"):
         asyncio.run(read())
+    assert not reads

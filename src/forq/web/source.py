@@ -86,9 +86,7 @@ class Source:
         return self._control is not None
 
     async def redis(self, verb: str, **params: Any) -> Any:
-        """Runs a verb of RedisVerbs. Fails at once while Redis does not answer."""
-        if self.redis_error:
-            raise RedisUnavailable(self.redis_error)
+        """Runs a verb of RedisVerbs."""
         return await self.run(lambda: self._verbs().table()[verb](params))
 
     async def supervisor(self, verb: str, **params: Any) -> Any:
@@ -108,7 +106,9 @@ class Source:
         return await self.redis(verb.removeprefix("queue."), **params)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """In a thread."""
+        """Reads or changes Redis in a thread. Fails at once while Redis does not answer."""
+        if self.redis_error:
+            raise RedisUnavailable(self.redis_error)
         return await self._in(self._threads, work)
 
     async def sample(self, work: Callable[[], T]) -> T:
