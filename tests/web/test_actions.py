@@ -68,6 +68,12 @@ def test_a_filter_counts_only_for_all_matching_jobs() -> None:
     assert form(("which", "matching"), *fields).filter == {"type": "send", "since": 12.5}
 
 
+def test_the_log_names_the_jobs_that_an_action_is_about() -> None:
+    fields = (("queue", "mails"), ("id", "a"), ("filter.type", "send"))
+    assert form(("which", "selected"), *fields).target() == {"queue": "mails", "which": "selected", "ids": ["a"]}
+    assert form(("which", "matching"), *fields).target() == {"queue": "mails", "which": "matching"}
+
+
 @pytest.mark.parametrize("text", ["yesterday", "nan", "inf", "-inf"])
 def test_a_broken_time_is_an_error(text: str) -> None:
     with pytest.raises(UsageError, match="seconds"):

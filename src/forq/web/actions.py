@@ -127,7 +127,8 @@ class Form:
         target: dict[str, Plain] = {
             name: self.get(name) for name in ("queue", "key", "state", "which") if self.get(name)
         }
-        return {**target, "ids": self.ids} if self.all("id") else target
+        # Jobs that are still selected are left alone if the action is about all that match.
+        return {**target, "ids": self.ids} if self.filter is None and self.all("id") else target
 
     def params(self) -> dict[str, Plain]:
         found: dict[str, Plain] = dict(self.options)
