@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -12,6 +13,7 @@ from starlette.testclient import TestClient
 import forq.web
 from forq.client import Client
 from forq.services.redis_verbs import RedisVerbs
+from forq.web.feed import Feed, QueueView, View
 from forq.web.names import KINDS, Level
 
 HTML = {"Accept": "text/html"}
@@ -304,6 +306,24 @@ def test_messages_and_data_are_redacted_also_where_they_are_cut(client: Client, 
             assert "hunter2" not in text, path
             assert "[redacted]" in text, path
         assert "s3c" not in page.get("/queues/large/job?id=big&show=data").text
+
+
+def test_errors_of_a_queue_are_redacted(client: Client, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = {"message": "no hunter2", "traceback": "Traceback: hunter2"}
+    broken = QueueView(
+        *("mails", "work", "config_error"), reason="cannot import: hunter2", traceback="hunter2", restart_error=error
+    )
+    taken = Feed.current
+
+    async def current(feed: Feed) -> View:
+        return replace(await taken(feed), queues={"mails": broken})
+
+    monkeypatch.setattr(Feed, "current", current)
+    with dashboard(redis_url, redact=[r"hunter\d"]) as page:
+        for path, number in (("/", 2), ("/queues/mails", 4)):
+            text = page.get(path).text
+            assert "hunter2" not in text, path
+            assert text.count("[redacted]") == number, path
 
 
 def test_data_that_json_libraries_refuse_is_shown_somehow(page: TestClient, client: Client) -> None:

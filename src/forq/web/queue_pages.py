@@ -30,7 +30,7 @@ async def overview(visit: Visit) -> Page:
         "per_page": PER_PAGE,
         "order": order,
         "find": find,
-        "problems": problems(view),
+        "problems": visit.redacted(problems(view)),
         "totals": {name: view.total(name) for name in ("waiting", "scheduled", "active", "retry", "dead", "failed")},
         "rate": _sum(queue.rates.done for queue in view.queues.values()),
         "failure_rate": _sum(queue.rates.failed for queue in view.queues.values()),
@@ -52,10 +52,13 @@ async def queue(visit: Visit) -> Page:
             schedules_error = str(exc)
     memory = await visit.source.pss(child["pid"] for child in shown.children if child["pid"])
     newest = visit.now.newest_minute
+    traces = (shown.traceback, shown.restart_error and shown.restart_error["traceback"])
     values = {
         "queue": shown,
+        "reason": visit.redacted(shown.reason),
+        "traces": visit.redacted([trace for trace in traces if trace]),
         "memory": memory,
-        "problems": [problem for problem in problems(visit.now) if problem["queue"] == shown.name],
+        "problems": visit.redacted([problem for problem in problems(visit.now) if problem["queue"] == shown.name]),
         "throughput": minutes_chart(shown.minutes, newest) if shown.minutes else None,
         "waits": waits_chart(shown.minutes, newest) if shown.minutes else None,
         "schedules": schedules[:PER_PAGE],
