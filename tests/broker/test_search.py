@@ -266,7 +266,14 @@ def test_brief_fields_do_not_depend_on_the_data() -> None:
         "suspect": True,
     }
     assert brief_fields(b'p5 1000000\n[ "a", "t", {} ]')["type"] == "t"
-    for broken in (b"", b"p5 1000000", b'px 1000000\n["a","t",1]', b'p5 x\n["a","t",1]', b"p5 1\n[1,2]"):
+    for broken in (
+        b"",
+        b"p5 1000000",
+        b'px 1000000\n["a","t",1]',
+        b'p5 x\n["a","t",1]',
+        b"p5 1\n[1,2]",
+        b"p5 1\n[1,2,3]",
+    ):
         with pytest.raises(InvalidData):
             brief_fields(broken)
 

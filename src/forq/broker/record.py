@@ -152,6 +152,8 @@ def brief_fields(packed: bytes) -> dict[str, Any]:
     names = _NAMES.match(packed, end + 1)
     if end < 0 or names is None:
         record = unpack(packed)
+        if not isinstance(record.identifier, str | None) or not isinstance(record.type, str | None):
+            raise InvalidData("broken job record: its identifier or its type is no text")
         packed = packed[: packed.find(b"\n")] + b"\n" + pack_names(record.identifier, record.type)
         return brief_fields(packed)
     try:
