@@ -221,6 +221,25 @@ def test_many_schedules_are_paged(page: TestClient, client: Client) -> None:
     assert "k042" in page.get("/schedules?find=k042").text
 
 
+@pytest.mark.parametrize(
+    ("definition", "says"),
+    [
+        (b"broken", "broken schedule definition"),
+        (b'{"cron":"0 0 * * *","zone":"Far/Away"}\n{"catch_up":"one"}\n1', "Far/Away"),
+        (b'{"every_ms":1000}\n{"catch_up":"one"}\nnot json', "broken schedule definition"),
+        (b'{"every_ms":1000}\n{"catch_up":"one","jitter_ms":"x"}\n1', "broken schedule definition"),
+    ],
+)
+def test_a_schedule_that_cannot_be_read_says_why(
+    page: TestClient, client: Client, definition: bytes, says: str
+) -> None:
+    client.link().call("HSET", "forq:queue:{mails}:schedules", "nightly", definition)
+    for path in ("/schedules", "/queues/mails", "/queues/mails/schedule?key=nightly"):
+        answer = page.get(path)
+        assert answer.status_code == 200, path
+        assert says in answer.text, path
+
+
 def test_large_data_is_cut(page: TestClient, client: Client) -> None:
     client.create_queue("large", max_data="16mb").enqueue({"text": "x" * (10 << 20)}, id="big")
     answer = page.get("/queues/large/job?id=big&show=data")

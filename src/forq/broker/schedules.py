@@ -213,16 +213,18 @@ def describe(definition: bytes) -> dict[str, Any]:
     head, _, data = definition.rpartition(b"\n")
     try:
         rule, policy = _read_rule_and_policy(head)
-    except ForqError as exc:
-        return {"rule": None, "origin": _origin(definition), "error": str(exc)}
+        jitter, known = policy.pop("jitter_ms", 0) / 1000, orjson.loads(data)
+    except (ForqError, ValueError, TypeError) as exc:
+        error = str(exc) if isinstance(exc, ForqError) else f"broken schedule definition: {exc}"
+        return {"rule": None, "origin": _origin(definition), "error": error}
     every = rule.every_ms / 1000 if isinstance(rule, Every) else None
     return {
         "rule": str(rule),
         "every": every,
         "cron": rule.expression if isinstance(rule, Cron) else None,
         "zone": rule.zone if isinstance(rule, Cron) else None,
-        "data": orjson.loads(data),
-        "jitter": policy.pop("jitter_ms", 0) / 1000,
+        "data": known,
+        "jitter": jitter,
         **policy,
     }
 

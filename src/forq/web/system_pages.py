@@ -8,6 +8,8 @@ from forq.errors import ForqError
 from forq.web.page import Page, Visit
 
 PER_PAGE = 200
+# Fields that a schedule lacks if its definition is broken or its zone is unknown on this host.
+OF_RULES = ("zone", "type", "priority", "overlap", "catch_up", "jitter", "error")
 
 
 async def schedules(visit: Visit) -> Page:
@@ -34,7 +36,7 @@ async def schedule(visit: Visit) -> Page:
     if visit.text("show") == "data":
         visit.require("job.data", "see the data of a schedule")
         data = visit.shown_data(found.get("data"))
-    found.pop("data", None)
+    found = {**dict.fromkeys(OF_RULES), **found}
     values = {"queue": queue, "schedule": found, "data": data}
     return Page("schedule.html", f"Schedule {key}", values, live=False)
 
