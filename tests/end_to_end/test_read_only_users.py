@@ -129,10 +129,12 @@ def test_a_reader_sees_details_of_jobs_in_a_list(forq: Forq) -> None:
 
 
 def test_a_reader_cannot_guess_an_error_message_with_filters(forq: Forq) -> None:
-    params = {"name": "q", "state": "dead", "filter": {"error": SECRET}}
-    assert len(ask_as(OPERATORS, forq, "jobs", **params)["result"]["jobs"]) == 1
-    error = ask_as(READERS, forq, "jobs", **params)["error"]
-    assert (error["data"]["code"], "filter jobs by error" in error["message"]) == ("permission", True)
+    (group,) = ask_as(OPERATORS, forq, "dead.groups", name="q")["result"]["groups"]
+    for wanted in ({"error": SECRET}, {"group": group["key"]}):
+        params = {"name": "q", "state": "dead", "filter": wanted}
+        assert len(ask_as(OPERATORS, forq, "jobs", **params)["result"]["jobs"]) == 1
+        error = ask_as(READERS, forq, "jobs", **params)["error"]
+        assert (error["data"]["code"], "filter jobs by error" in error["message"]) == ("permission", True)
 
 
 def test_a_reader_sees_why_a_queue_cannot_be_served_but_none_of_its_code(forq: Forq) -> None:
