@@ -99,5 +99,5 @@ def test_a_script_inside_of_a_page_does_not_run(serve: Serve, tmp_path: Path) ->
 def test_a_name_that_an_attacker_points_here_shows_nothing(serve: Serve, tmp_path: Path) -> None:
     served = serve()
     shown = visit(f"http://evil.example:{served.port}/", tmp_path / "profile")
-    assert "no name of this dashboard" in shown
+    assert "not a name of this dashboard" in shown
     assert "act local" not in shown

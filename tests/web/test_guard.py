@@ -299,7 +299,7 @@ def test_the_header_of_a_client_that_is_no_proxy_is_refused(serve: Serve, caplog
     with caplog.at_level(logging.WARNING, "forq.web"):
         answer = served.get(X_Forwarded_User="alice")
     assert answer.status == 403
-    assert "none of the proxies" in answer.body
+    assert "not one of the proxies" in answer.body
     assert "request refused status=403 method=GET path='/' from=127.0.0.1" in caplog.text
     assert served.get().status == 403
 

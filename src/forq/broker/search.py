@@ -57,7 +57,7 @@ class FoundPage:
 
 
 class Allowance:
-    """What one request may still scan."""
+    """Counts the jobs and bytes that one request has scanned."""
 
     def __init__(self) -> None:
         self.scanned = self.size = 0

@@ -1,4 +1,4 @@
-"""Unix sockets: listens without replacing a live socket, restricts access, and asks the kernel who has connected."""
+"""Unix sockets: listens without replacing a live socket, restricts access, and identifies the user of a connection."""
 
 import errno
 import os
@@ -55,7 +55,7 @@ def listen(path: str, group: int | None = None, mode: int = 0o660) -> socket.soc
 
 
 def peer_of(sock: Connected) -> Peer:
-    """Who connected. Raises OSError."""
+    """The client of a connection. Raises OSError."""
     return Peer(*struct.unpack("iII", sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)))
 
 

@@ -1,4 +1,4 @@
-"""Who a request comes from, and what that user may see and do.
+"""Identifies the user of a request, and decides what that user may see and do.
 
 1. Local: on a loopback address or a Unix socket, without `users` and `proxies`. The rules of the control socket.
 2. Passwords: HTTP Basic, checked against the file `users`.
@@ -37,9 +37,9 @@ Source = Literal["local", "password", "proxy", "app"]
 
 USER_KEY = "forq.user"
 LEVELS_KEY = "forq.levels"
-# What was asked for and permitted. forq.web.guard puts a set there, and lets no page through that asked for nothing.
+# Names that were asked for and permitted. forq.web.guard puts a set there, and refuses pages that asked for nothing.
 PERMITTED_KEY = "forq.permitted"
-# Groups and names of local users: a change takes effect after this time.
+# A change of the groups or names of local users takes effect after this time.
 LOOKUP_SECONDS = 10.0
 MAX_LOOKUPS = 256
 MAX_PROXY_USER = 128
@@ -255,7 +255,7 @@ class Access:
             )
         return Refused(
             403,
-            f"The header {settings.proxy_header} is refused: {peer.origin} is none of the proxies.",
+            f"The header {settings.proxy_header} is refused: {peer.origin} is not one of the proxies.",
             "Only those of `proxies` in [web] may name a user.",
         )
 

@@ -31,7 +31,7 @@ MAX_IDS = 1000
 Result = Literal["done", "refused", "failed", "unknown"]
 Plain = str | int | float | bool | list[str] | None
 
-# After these errors nobody knows whether the action was carried out.
+# After these errors the action may or may not have been carried out.
 UNANSWERED = (TimedOut, SupervisorUnreachable, OutcomeUnknown)
 
 log = logging.getLogger("forq.web")

@@ -214,7 +214,7 @@ class Site:
         assert isinstance(exc, ForqError)
         status = _status_of(exc)
         unanswered = request.method == "POST" and isinstance(exc, UNANSWERED)
-        hint = "It may have been carried out: look before you repeat it." if unanswered else ""
+        hint = "It may have been carried out: check before you repeat it." if unanswered else ""
         page = Page("error.html", "Not possible", {"status": status, "reason": str(exc), "hint": hint}, live=False)
         return await self._error_page(request, page, status)
 
@@ -235,7 +235,7 @@ class Site:
         return answer
 
     async def _error_page(self, request: Request, page: Page, status: int) -> Response:
-        """Without facts of its own: getting them may be what failed."""
+        """Without a snapshot: taking one may have failed."""
         permitted = await self._access.permitted(request)
         visit = Visit(request, self._source, self._feed, None, permitted, self._redact)
         return self._html(request, visit, page, status)

@@ -1,4 +1,4 @@
-"""The facts that all viewers share: at most one snapshot per second, none while nobody watches.
+"""Takes at most one snapshot per second for all viewers together, and none without viewers.
 
 1. `current` returns the newest view, taken now if it is older than a second. With so many queues that a snapshot takes
    long, snapshots are rarer: they may take a tenth of the time at most.

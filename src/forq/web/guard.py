@@ -1,4 +1,4 @@
-"""The outermost layer of the dashboard: refuses requests that a browser sends for somebody else, and protects answers.
+"""The outermost layer of the dashboard: refuses requests that other sites cause, and protects answers.
 
 1. Host: a name that is not ours means that a page of an attacker has made its name point here (DNS rebinding).
 2. Requests of other pages: those that change something (CSRF), and those that embed or probe our pages.
@@ -106,7 +106,7 @@ class Guard:
         if self._hosts is not None and not self._hosts.allow(host):
             raise Refused(
                 400 if host is None else 421,
-                "The request names no host." if host is None else f"{host[:100]} is no name of this dashboard.",
+                "The request names no host." if host is None else f"{host[:100]} is not a name of this dashboard.",
                 "Names besides localhost and the address of `listen` have to be in `hosts` of [web].",
             )
         if any(character < " " or character == "\x7f" for character in request.scope["path"]):

@@ -117,7 +117,7 @@ async def job(visit: Visit) -> Page:
 
 
 async def _explain(visit: Visit, values: dict[str, Any]) -> None:
-    """Why the job does not run. Its messages are for users who may see the dead jobs."""
+    """Explains why the job does not run; with error messages for users who may see dead jobs."""
     job = values["job"]
     if job is None or job["state"] in ("done", "dead", "active"):
         return

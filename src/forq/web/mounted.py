@@ -1,4 +1,4 @@
-"""What only a dashboard inside another application needs: its place there, and the end of the server.
+"""For a dashboard inside another application: finds its path there, and notices the end of the server.
 
 1. `Mounted` finds the part of the path that is the dashboard's own, however the application and proxies cut it.
 2. `server_is_ending`: applications send no lifespan events to what they contain.

@@ -1,4 +1,4 @@
-"""The one table of what a request may ask for: names of views and actions, and the level that each needs."""
+"""The table of views and actions, with the level that each needs."""
 
 from collections.abc import Mapping
 from typing import Literal

@@ -1,4 +1,4 @@
-"""What a page function gets (Visit) and what it returns (Page)."""
+"""The argument (Visit) and the result (Page) of a page function."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace

@@ -1,4 +1,4 @@
-"""Who is at the other end of a connection, asked from the kernel when it is accepted.
+"""Asks the kernel which user opened a connection, when it is accepted.
 
 1. A Unix socket: the user and the groups of the process that connected (SO_PEERCRED, SO_PEERGROUPS).
 2. TCP from this host: the user who opened the other socket, and the groups of that user by name.

@@ -1,4 +1,4 @@
-"""Where the dashboard's facts come from, and where its actions go: a supervisor's control socket, and Redis.
+"""Reads facts from a supervisor's control socket and from Redis, and sends actions there.
 
 1. `redis` runs a verb that needs only Redis, in a thread.
 2. `supervisor` sends a verb over the control socket; without a supervisor it goes to the one that runs the queue,
@@ -68,8 +68,8 @@ class Source:
         self.prefix = prefix
         self._control = None if control_socket is None else ControlConnection(control_socket)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="forq-web")
-        # Of their own, so that searches, and waiting for Redis, delay neither the snapshots that all pages need, nor
-        # what needs no Redis.
+        # Separate threads: searches, and waiting for Redis, must not delay the snapshots that all pages need, nor reads
+        # that need no Redis.
         self._sampling = ThreadPoolExecutor(1, thread_name_prefix="forq-web-sample")
         self._local_reads = ThreadPoolExecutor(1, thread_name_prefix="forq-web-proc")
         self._remote = ThreadPoolExecutor(THREADS, thread_name_prefix="forq-web-remote")

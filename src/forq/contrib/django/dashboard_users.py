@@ -1,4 +1,4 @@
-"""Who may use the dashboard of a Django project:
+"""Decides which users of a Django project may use its dashboard:
 
 1. The host has to be in ALLOWED_HOSTS, as for Django's views.
 2. Session, user and permissions are read once per request, in a thread of its own.
