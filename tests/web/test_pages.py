@@ -166,6 +166,24 @@ def test_changed_options_are_set_and_others_left_alone(page: TestClient, client:
     assert 'name="option.rate" value="5/1s"' in shown
 
 
+def test_an_option_that_another_user_has_changed_is_left_alone(page: TestClient) -> None:
+    before = dict(re.findall(r'name="before\.(\w+)" value="([^"]*)"', page.get("/queues/mails/options").text))
+
+    def save(name: str, value: str, shown: str) -> tuple[int, str]:
+        form = {"queue": "mails", f"option.{name}": value, f"before.{name}": shown}
+        answer = page.post("/do/queue.set", data=form, headers=SAME_SITE)
+        return answer.status_code, answer.text
+
+    assert save("max_retries", "3", before["max_retries"])[0] == 303
+    status, text = save("max_retries", "7", before["max_retries"])
+    assert status == 400
+    assert "max_retries was changed meanwhile, from 10 to 3" in text
+    assert save("max_retries", "3", before["max_retries"])[0] == 303, "both want the same"
+    for name, value in before.items():
+        if name != "max_retries":
+            assert save(name, value, f"{value} ")[0] == 303, "each option is read as it was shown"
+
+
 @pytest.mark.parametrize(
     ("path", "status", "says"),
     [

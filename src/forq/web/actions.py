@@ -12,6 +12,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from forq.errors import ForqError, UsageError
+from forq.settings import OPTIONS
 from forq.values import check_job_id, check_queue_name, check_schedule_key, show_time, shown
 from forq.web.action_log import Plain
 from forq.web.source import Source
@@ -190,11 +191,25 @@ async def _drain(source: Source, form: Form) -> Note:
 async def _set(source: Source, form: Form) -> Note:
     if not form.options:
         raise UsageError("no option was changed")
+    await _refuse_stale(source, form)
     answer = await source.change("queue.set", name=form.queue, options=form.options)
     changed = ", ".join(f"{name} = {value}" for name, value in form.options.items())
     until = " until the supervisor restarts (the config file defines the queue)" if (answer or {}).get("until") else ""
     warnings = "".join(f"; {warning}" for warning in (answer or {}).get("warnings", ()))
     return Note(f"set {changed} of queue {form.queue}{until}{warnings}")
+
+
+async def _refuse_stale(source: Source, form: Form) -> None:
+    """Another user may have changed an option since the form was made. Options that Redis does not store are not
+    checked."""
+    fields = await source.option_fields(form.queue)
+    for name in form.options:
+        before, option = form.get(f"before.{name}"), OPTIONS.get(name)
+        if before is None or option is None or not option.stored:
+            continue
+        current = option.show(option.read_fields(fields))
+        if current not in (before, form.options[name].strip()):
+            raise UsageError(f"{name} was changed meanwhile, from {before} to {current}: reload the options")
 
 
 async def _cancel(source: Source, form: Form) -> Note:

@@ -2,9 +2,8 @@
 
 from typing import Any
 
-from forq.broker.keys import queue_base
 from forq.charts import minutes_chart, waits_chart
-from forq.errors import ForqError, UnknownQueue
+from forq.errors import ForqError
 from forq.health import Fault
 from forq.settings import OPTIONS
 from forq.web.feed import QueueView, View
@@ -70,11 +69,7 @@ async def queue(visit: Visit) -> Page:
 
 async def options(visit: Visit) -> Page:
     shown = visit.queue
-    base = queue_base(visit.source.prefix, shown.name)
-    flat = await visit.source.run(lambda: visit.source.link().call("HGETALL", f"{base}:options"))
-    fields = dict(zip((name.decode() for name in flat[::2]), (value.decode() for value in flat[1::2]), strict=True))
-    if not fields:
-        raise UnknownQueue(f"there is no queue {shown.name!r}: it never existed, or was deleted")
+    fields = await visit.source.option_fields(shown.name)
     own = await _options_of_supervisor(visit, shown.name)
     rows = []
     for option in OPTIONS.values():

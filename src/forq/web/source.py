@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from forq.broker.control import ANSWER_SECONDS, Control
+from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.supervisors import Supervisors
 from forq.broker.targets import find_target
@@ -25,6 +26,7 @@ from forq.errors import (
     RedisUnavailable,
     SupervisorUnreachable,
     TimedOut,
+    UnknownQueue,
     UsageError,
 )
 from forq.procs import jsonrpc
@@ -110,6 +112,14 @@ class Source:
         if self.redis_error:
             raise RedisUnavailable(self.redis_error)
         return await self._in(self._threads, work)
+
+    async def option_fields(self, name: str) -> dict[str, str]:
+        """The options of a queue as Redis stores them (Setting.read_fields)."""
+        base = queue_base(self.prefix, name)
+        flat = await self.run(lambda: self.link().call("HGETALL", f"{base}:options"))
+        if not flat:
+            raise UnknownQueue(f"there is no queue {name!r}: it never existed, or was deleted")
+        return dict(zip((field.decode() for field in flat[::2]), (value.decode() for value in flat[1::2]), strict=True))
 
     async def sample(self, work: Callable[[], T]) -> T:
         """In the thread of the snapshots."""
