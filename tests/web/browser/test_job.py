@@ -87,7 +87,7 @@ def test_kill_cancels_a_job_after_a_question(browser: Browser, stage: Stage) -> 
     assert stage.state("bench", job) == "active"
     browser.press_button("Kill")
     assert browser.note == "killed 1 job"
-    assert stage.counts("bench")["active"] == 0
+    wait_until(lambda: stage.counts("bench")["active"] == 0, what="it has ended")
 
 
 def test_kill_and_run_again_starts_it_once_more(browser: Browser, stage: Stage) -> None:
