@@ -152,10 +152,13 @@ def deliver_for_ever(file: str) -> None:
 
 def fork(run: Callable[[], None]) -> int:
     """The pid of a process that runs this, and dies with its parent. The parent has opened no connection."""
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        run()
+        # It may have been killed before that.
+        if os.getppid() == parent:
+            run()
         os._exit(0)
     return child
 
