@@ -14,8 +14,10 @@ from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
 from tests.support.thorough import examples
 
-GOOD = "from traced import sleep as handle\n"
-BROKEN = "from traced import sleep as handle\n\nRATE = rat * 2\n"
+# The import takes long compared with any pause of a loaded machine: a queue that waited for it would show that gap.
+IMPORT_SECONDS = 1.0
+GOOD = f"import time\n\nfrom traced import sleep as handle\n\ntime.sleep({IMPORT_SECONDS})\n"
+BROKEN = f"{GOOD}RATE = rat * 2\n"
 JOB_SECONDS = 0.002
 
 
@@ -52,7 +54,8 @@ def deploy(forq: Forq, module: Module, *, broken: bool) -> float:
         assert "NameError: name 'rat' is not defined" in done.stderr
         assert "its old process keeps running" in done.stderr
     else:
-        assert (done.returncode, done.stderr) == (0, "")
+        # stderr may say that the import goes on.
+        assert done.returncode == 0, done.stderr
     return took
 
 
@@ -112,5 +115,4 @@ def test_no_deploy_interrupts_or_delays_a_job(tmp_path: Path, processes: int) ->
         assert Counter(trace.job for trace in starts) == Counter(trace.job for trace in ends) == Counter(ids)
         assert not any(trace.stalls for trace in ends)
         assert processes_seen > deploys - len(broken), "each deploy that works brings new processes"
-        # Generous, for loaded machines: an import alone takes longer.
-        assert gap < max(took)
+        assert gap < IMPORT_SECONDS
