@@ -11,13 +11,15 @@ IfExists = Literal["update", "skip", "refuse"]
 UpdateRunAt = bool | Literal["if_later", "if_earlier"]
 Durable = Literal["replica"]
 Overlap = Literal["skip", "queue"]
+Flows = Literal["off", "auto", "on"]
+When = Literal["done", "ended", "dead"]
 CatchUp = Literal["once", "all", "none"]
 # States of `Queue.jobs`; `Queue.job` shows a blocked job as the job that it waits for.
-State = Literal["waiting", "scheduled", "active", "blocked", "retry", "done", "dead"]
-JobState = Literal["waiting", "scheduled", "active", "retry", "done", "dead"]
+State = Literal["waiting", "scheduled", "active", "blocked", "held", "retry", "done", "dead"]
+JobState = Literal["waiting", "scheduled", "active", "held", "retry", "done", "dead"]
 RemoteControl = Literal["off", "read", "full"]
 # "undelivered": in the outbox of a Django project.
-RefState = Literal["waiting", "scheduled", "active", "retry", "done", "dead", "gone", "undelivered"]
+RefState = Literal["waiting", "scheduled", "active", "held", "retry", "done", "dead", "gone", "undelivered"]
 
 
 class WorkQueueOptions(TypedDict, total=False):
@@ -59,6 +61,7 @@ class WorkQueueOptions(TypedDict, total=False):
     dead_max: int
     dead_ttl: Duration
     dedup_ttl: Duration
+    flows: Flows
     journal: bool
     journal_max: int | str
 
@@ -209,6 +212,7 @@ class QueueStatus(TypedDict):
     waiting: int
     scheduled: int
     blocked: int
+    held: int
     retry: int
     active: int
     dead: int

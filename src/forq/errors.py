@@ -150,6 +150,19 @@ class UnknownJob(ForqError):
     exit_code = 4
 
 
+class UnknownDependency(UnknownJob):
+    """A job cannot wait for one that its queue does not know."""
+
+    code = "unknown_dependency"
+
+
+class FlowsOff(ForqError):
+    """The queue has flows = off: its jobs cannot wait for others."""
+
+    code = "flows_off"
+    exit_code = 2
+
+
 class JobDead(ForqError):
     """The awaited job failed for good. `error`: name, message, kind and traceback, if kept."""
 

@@ -139,12 +139,14 @@ class Setting:
         return f"{sentence[0].lower()}{sentence[1:]}{f' ({self.variable})' if self.variable else ''}"
 
     def fields(self, value: Value) -> dict[str, int]:
-        """The fields in Redis: integers, durations in milliseconds."""
+        """The fields in Redis: integers, durations in milliseconds, words as their place in the range."""
         if self.kind == "duration":
             return {f"{self.name}_ms": round(float(value) * 1000)}
         if self.kind == "rate":
             count, seconds = parse_rate(value)
             return {f"{self.name}_count": count, f"{self.name}_ms": round(seconds * 1000)}
+        if self.kind == "word":
+            return {self.name: self.range.index(value)}
         return {self.name: int(value)}
 
     def read_fields(self, fields: Mapping[str, str]) -> Any:
@@ -155,7 +157,9 @@ class Setting:
             if self.kind == "rate":
                 return show_rate(int(fields[f"{self.name}_count"]), int(fields[f"{self.name}_ms"]) / 1000)
             number = int(fields[self.name])
-        except (KeyError, ValueError):
+            if self.kind == "word":
+                return self.range[number]
+        except (KeyError, ValueError, IndexError):
             return None
         return bool(number) if self.kind == "flag" else number
 
@@ -418,6 +422,9 @@ OPTIONS: Mapping[str, Setting] = {
         # Each job from a bridge has its own token.
         Setting("dedup_ttl", "duration", _DAY, (1.0, _YEAR),
                 "How long the token of an enqueue is remembered.", defaults_in={EXTERNAL: 3600.0}),
+        Setting("flows", "word", "auto", ("off", "auto", "on"),
+                'Jobs that wait for others (docs/guide/flows.md). "auto": possible, and costs nothing before the first '
+                'such job; "on": also remembers how jobs ended before it.'),
         Setting("journal", "flag", True, (False, True), "Write the events of the queue to its journal."),
         Setting("journal_max", "size", 16 * _MB, (64 * _KB, 64 * _GB),
                 "Maximum size of the journal; older entries are trimmed."),

@@ -9,6 +9,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, Unpack
 
 from forq.api_types import OwnOptions
+from forq.broker.dependencies import NOT_USED, READ, check_after
 from forq.broker.keys import DEFAULT_PRIORITY, durable_mark, queue_base
 from forq.broker.link import Link
 from forq.broker.record import NO_NAMES, join_body, pack_body
@@ -39,6 +40,7 @@ class NewJob(NamedTuple):
     token: str
     run_at: str  # ms; '+ms' from now; '' at once
     options: str = ""  # its own (job_options.pack_options)
+    after: str = ""  # what it waits for (dependencies.After.pack)
 
 
 class JobIdentity(NamedTuple):
@@ -83,6 +85,9 @@ def new_job(
     run_at: datetime | float | None = None,
     run_in: timedelta | float | None = None,
     options: str = "",
+    after: Any = (),
+    when: str = "done",
+    with_results: bool = False,
     **own: Unpack[OwnOptions],
 ) -> NewJob:
     """Checks everything that does not need Redis.
@@ -99,7 +104,12 @@ def new_job(
     checked_token = "" if token is None else check_job_id(token, "token")
     body = pack_body(data, identifier, type, current_trace())
     at = "" if run_at is run_in is None else _run_at_argument(run_at, run_in)
-    return NewJob(job_id, priority, body, checked_token, at, pack_job_options(**own) if own else options)
+    waits_for = ""
+    if after != () or with_results or when != "done":
+        waits_for = check_after(after, when, use=READ if with_results else NOT_USED).pack()
+        if not waits_for and with_results:
+            raise UsageError("with_results needs `after`: the jobs whose results are wanted")
+    return NewJob(job_id, priority, body, checked_token, at, pack_job_options(**own) if own else options, waits_for)
 
 
 def plain_job(data: Any, names: bytes, trace: TraceContext | None) -> NewJob:
@@ -315,8 +325,10 @@ class Producer:
 
     def _store(self, jobs: list[NewJob], policy: str) -> list[Any]:
         args: list[Any] = []
-        for job_id, priority, body, token, run_at, options in jobs:
-            if options:
+        for job_id, priority, body, token, run_at, options, after in jobs:
+            if after:
+                args += (job_id, f"{priority} {run_at} {token} {options}\n{after}", body)
+            elif options:
                 args += (job_id, f"{priority} {run_at} {token} {options}", body)
             else:
                 args += (job_id, f"{priority} {run_at} {token}" if token or run_at else priority, body)
@@ -366,11 +378,11 @@ def chunks(jobs: Iterable[NewJob]) -> Iterator[list[NewJob]]:
     chunk: list[NewJob] = []
     size = 0
     for job in jobs:
-        if chunk and (len(chunk) == CHUNK_JOBS or size + len(job.body) > CHUNK_BYTES):
+        if chunk and (len(chunk) == CHUNK_JOBS or size + len(job.body) + len(job.after) > CHUNK_BYTES):
             yield chunk
             chunk, size = [], 0
         chunk.append(job)
-        size += len(job.body)
+        size += len(job.body) + len(job.after)
     if chunk:
         yield chunk
 

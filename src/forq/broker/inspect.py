@@ -34,6 +34,7 @@ class Counts:
     waiting: int
     scheduled: int
     blocked: int
+    held: int
     retry: int
     active: int
     dead: int
@@ -302,6 +303,7 @@ def _read_counts(reply: list[Any]) -> Counts:
         waiting=live - active - reply[15] - reply[17],
         scheduled=reply[15],
         blocked=reply[16],
+        held=reply[32],
         retry=reply[17],
         active=active,
         dead=dead,

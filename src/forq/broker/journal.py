@@ -18,6 +18,9 @@ An event is a verb, a fence (0 where none applies) and its subjects. The last ve
     unblocked 0 ID ID …               ready: the blocked enqueue is now a job (the other has ended)
     merged 0 ID                       (the blocked enqueue has updated the active job; `retried` or `returned` follows)
     withdrawn 0 ID                    (the blocked enqueue was cancelled)
+    held 0 ID WHEN ID ID …            it waits for the jobs that follow; after `enqueued`, and again after `updated`
+    met 0 ID                          ready: what it waited for has ended as required
+    unmet 0 ID ID HOW                 that job ended as HOW, so it can never run: `claimed` and `dead` follow
     options 0 ID OPTIONS              (the job's own options are now these, '-' for none: job_options.py). In the entry
                                       of what sets them: before `updated` and `merged`, else after
     claimed FENCE ATTEMPT ID ID …     active; ATTEMPT: retries + stalls + timeouts of its record, and 1
@@ -84,7 +87,8 @@ class Event(NamedTuple):
     attempt: int | None
     actor: str
     micros: int | None
-    cause: str | None  # for `deleted` the number of jobs, for `created` the epoch
+    # For `deleted` the number of jobs, for `created` the epoch, for `held` and `unmet` what follows the job.
+    cause: str | None
     fail_job: bool | None  # for `dead`: whether there is a fail job
     due_us: int | None
     entry: str | None  # the text of the entry, at position 0
@@ -197,6 +201,11 @@ def _scheduled(rest: str) -> list[_Subject]:
     return [(job, None, None, None, None, int(due_ms) * 1000)]
 
 
+def _held(rest: str) -> list[_Subject]:
+    job, _, about = rest.partition(" ")
+    return [(job, None, None, about, None, None)]
+
+
 def _of_queue(rest: str | None) -> list[_Subject]:
     return [(None, None, None, rest, None, None)]
 
@@ -207,9 +216,11 @@ def _shapes() -> dict[str, tuple[re.Pattern[str], Callable[[str], list[_Subject]
     kinds = {
         "enqueued promoted unblocked returned": (r"(0)", ids, _ids),
         "cancelled": (rf"({_NUMBER})", ids, _ids),
-        "updated blocked merged withdrawn dropped": (r"(0)", one, _ids),
+        "updated blocked merged withdrawn met dropped": (r"(0)", one, _ids),
         "marked failing revived discarded forgotten": (rf"({_NUMBER})", one, _ids),
         "scheduled": (r"(0)", rf"({_ID} [0-9]{{1,15}})", _scheduled),
+        "held": (r"(0)", rf"({_ID} (?:done|ended|dead)(?: {_ID})+)", _held),
+        "unmet": (r"(0)", rf"({_ID} {_ID} [a-z]+)", _held),
         "claimed": (rf"({_NUMBER})", rf"([0-9]{{1,9}}(?: {_ID})+)", _claimed),
         "done": (rf"({_NUMBER})", rf"({_ID} {_MICROS}(?: {_ID} {_MICROS})*)", _timed),
         "released snoozed": (rf"({_NUMBER})", rf"({_ID} {_MICROS})", _timed),

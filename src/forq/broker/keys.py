@@ -17,6 +17,15 @@ QUEUE_KEYS = (
     "active",  # hash: id -> WORKER:FENCE of the worker that runs it
     "progress",  # hash: id -> FRACTION MS TEXT, of active jobs that report progress
     "blocked",  # hash: id -> the enqueues of an active id, combined into one
+    "held",  # hash: id -> NONCE WHEN USE RUN_AT COUNT OPEN of a job that waits for others
+    "held:jobs",  # hash: id -> its record
+    "held:open",  # hash: ID NUMBER -> a dependency that has not ended
+    "inputs",  # hash: ID -> COUNT USE; ID NUMBER -> how that dependency ended, and its result
+    "sources",  # hash: a job that others wait for -> its groups of edges
+    "edges",  # hash: GROUP INDEX -> an edge to a held job
+    "resolving",  # list: groups of edges whose source has ended, for pulse
+    "ends",  # hash: id -> how it ended, of the last jobs
+    "ends:old",  # hash: of those before
     "stale",  # hash: PRIORITY:ID -> number of hints to ignore; swept -> number of hints in all :swept lists
     "scheduled",  # zset: ids by due time (ms, with a sequence in the fraction)
     "retry",  # list: hints of jobs in the retry lane

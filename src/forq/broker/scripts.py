@@ -1,7 +1,8 @@
 """The Lua library and its replies: the text that Redis loads (FUNCTION LOAD, FCALL), the reply codes, the exception for
 each, and the fate of a job after an attempt that did not succeed.
 
-1. The files of lua/ are joined in the order of FILES, after the reply codes as constants. Nothing else is changed.
+1. The files of lua/ are joined in the order of FILES, after the reply codes as constants; most as blocks of their own.
+   Nothing else is changed.
 2. The names of the library and its functions contain a hash of the text, so two builds never call each other's.
 3. A server that refuses functions gets the same text by EVAL, with the verb as last argument.
 """
@@ -19,6 +20,7 @@ from forq.errors import (
     BeingDeleted,
     Exists,
     Fenced,
+    FlowsOff,
     ForqError,
     IncompatibleProtocol,
     InvalidData,
@@ -29,6 +31,7 @@ from forq.errors import (
     TooLate,
     TooManyQueues,
     TooManySchedules,
+    UnknownDependency,
     UnknownQueue,
     UnknownSchedule,
     UnknownSupervisor,
@@ -65,14 +68,19 @@ TOO_MANY_SCHEDULES = -41
 KEEPS_NOTHING = -50
 NO_SUPERVISOR = -60
 TOO_MANY_REQUESTS = -61
+FLOWS_OFF = -70
+UNKNOWN_DEPENDENCY = -71
+RESULT_NOT_KEPT = -72
 
 LUA_CONSTANTS = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, int)}
 LUA_CONSTANTS.pop("PROTOCOL")
 
 FILES = (
-    *("call", "journal", "records", "hints", "limits", "results", "claims", "failures"),
+    *("call", "journal", "records", "hints", "limits", "results", "claims", "failures", "flows"),
     *("leases", "schedules", "release", "recovery", "control", "queues", "enqueue", "turn", "verbs"),
 )
+# Lua allows 200 local variables per function. Those of the other files are their own: each is a block.
+SHARED = ("call", "records", "hints", "limits", "results", "claims", "recovery", "verbs")
 # An entry of the table in verbs.lua: name, function, flag.
 _VERB = re.compile(r"^  \{ '(\w+)', \w+, '([a-z-]*)' \},$", re.MULTILINE)
 
@@ -118,7 +126,7 @@ def _source(text: str, flag: str) -> str:
 @cache
 def _text() -> str:
     codes = "".join(f"local {name} = {value}\n" for name, value in LUA_CONSTANTS.items())
-    return codes + "".join(_read(name) for name in FILES)
+    return codes + "".join(_read(name) if name in SHARED else f"do\n{_read(name)}end\n" for name in FILES)
 
 
 @cache
@@ -176,6 +184,21 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         return WrongMode(
             f"queue {queue!r} is of mode {detail[0]}: timeout, max_retries, backoff, expires_in and keep_done of one "
             "job need a queue of mode work; nothing was stored"
+        )
+    if code == FLOWS_OFF:
+        return FlowsOff(
+            f"queue {queue!r} has flows = off, so its jobs cannot wait for others; to allow it: "
+            f"forqctl set {queue} flows=auto"
+        )
+    if code == UNKNOWN_DEPENDENCY:
+        since = f"its queue did not remember ended jobs before; from now on: forqctl set {queue} flows=on"
+        if detail[2]:
+            since = "it never existed, or ended before the last 50,000 jobs"
+        return UnknownDependency(f"queue {queue!r} has no job {detail[1]!r} to wait for: {since}; nothing was stored")
+    if code == RESULT_NOT_KEPT:
+        return UsageError(
+            f"the result of job {detail[1]!r} of queue {queue!r} is not kept: enqueue the job that uses it before that "
+            f"one runs, or keep results: forqctl set {queue} keep_done=1h; nothing was stored"
         )
     if code == LATE:
         return TooLate(f"the time to repeat an enqueue to queue {queue!r} is over, or the queue was deleted meanwhile")

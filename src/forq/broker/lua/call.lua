@@ -7,11 +7,16 @@
 
 local journal, records, attempts, hints, limits, timers, schedules, blocked = {}, {}, {}, {}, {}, {}, {}, {}
 local progress, waiters, done, awaiters, leases, claims, failures, dead = {}, {}, {}, {}, {}, {}, {}, {}
-local recovery, turns, control, verbs = {}, {}, {}, {}
+local recovery, turns, control, flows, verbs = {}, {}, {}, {}, {}
 
 -- Key names and options per queue base. Options are valid for one epoch and version. The field `options` of `counts`
 -- has both, and every call reads it again, so a call never sees stale options.
 local CACHE, CACHE_MAX = { queues = {}, count = 0 }, 1000
+
+-- The option `flows`, as settings.py stores it: off, auto, on.
+local FLOWS_NEVER, FLOWS_ON = '0', 2
+-- No time (ms) is later.
+local FAR = 9007199254740991
 
 local KEYS, ARGV
 -- `parent`: the base of the queue that a fail queue belongs to. `cached`: the queue's entry in CACHE.
@@ -20,6 +25,8 @@ local now_us, now_ms
 -- `on_request`: items leave only on request, so no worker blocks on a list and awaiters are notified instead.
 local epoch, paused, options, cached_numbers, protocol, mode, on_request
 local journal_on, journal_max, rate_count, max_active, has_limits
+-- Whether the queue has had jobs that wait for others (flows.lua).
+local flows_on
 -- The hash `counts` is read once and written once per call: each command costs as much as hashing a journal entry.
 local stored_counts, new_counts
 local events
@@ -43,17 +50,21 @@ local returned_bytes
 local lost_jobs
 -- The fence of all claims of this call; nil: none yet.
 local call_fence
+-- Edges of sources that have ended in this call, whether flows.resolve runs, and how much it may still do.
+local edge_work, edges_resolving, edges_left, edge_bytes
+local EDGES_PER_CALL = 500
 
 local function begin(keys, args)
   KEYS, ARGV = keys, args
   base, parent, cached, cached_keys, now_us, now_ms = nil, nil, nil, nil, nil, nil
   epoch, paused, options, cached_numbers, protocol, mode, on_request = nil, nil, nil, nil, nil, nil, nil
-  journal_on, journal_max, rate_count, max_active, has_limits = nil, nil, nil, nil, nil
+  journal_on, journal_max, rate_count, max_active, has_limits, flows_on = nil, nil, nil, nil, nil, nil
   stored_counts, new_counts, events, ready_ids, lost_jobs = nil, {}, {}, {}, {}
   other_hints, in_lane, suspect_hints = nil, nil, nil
   other_hints_before, in_lane_before, suspect_hints_before = nil, nil, nil
   may_be_stale, swept_hints, bucket, reserved_until_ms, has_progress, call_fence = nil, nil, nil, nil, nil, nil
   too_many_expired, too_many_skipped, returned_bytes = false, false, 0
+  edge_work, edges_resolving, edges_left, edge_bytes = {}, false, EDGES_PER_CALL, 0
 end
 
 local function key(name)
@@ -145,11 +156,13 @@ local function read_options(version)
     cached.on_request = named.mode == 'on_request' or named.mode == 'external'
     cached.rate_count, cached.max_active = option('rate_count'), option('max_active')
     cached.has_limits = cached.rate_count > 0 or cached.max_active > 0
+    cached.flows_on = option('flows') == FLOWS_ON or named.flows_used == '1'
   end
   epoch, paused, options, cached_numbers = cached.epoch, cached.paused, cached.options, cached.numbers
   protocol, mode, on_request = options.protocol, options.mode, cached.on_request
   journal_on, journal_max = cached.journal_on, cached.journal_max
   rate_count, max_active, has_limits = cached.rate_count, cached.max_active, cached.has_limits
+  flows_on = cached.flows_on
 end
 
 -- Starts a call about a queue.

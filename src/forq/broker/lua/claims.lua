@@ -97,8 +97,7 @@ function claims.return_jobs(worker, list, lost, kept)
     redis.call('HDEL', key('jobs'), unpack(removed))
     if mode ~= 'work' then redis.call('ZREM', key('expiries'), unpack(removed)) end
     attempts.delete(removed)
-    blocked.unblock(removed)
-    waiters.notify(removed, 'cancelled')
+    flows.end_jobs(removed, 'cancelled')
   end
   journal.note_ids('returned', 0, returned)
   for _, job in ipairs(later) do
@@ -154,10 +153,12 @@ end
 function claims.settle_finished(worker, list)
   if #list == 0 then return {} end
   local owners = redis.call('HMGET', key('active'), unpack(list))
+  local groups = flows.has_sources() and redis.call('HMGET', key('sources'), unpack(list)) or {}
   local ids, notes, others, seen = {}, {}, {}, {}
   for i, id in ipairs(list) do
     local owner = owners[i]
-    if seen[id] or not claims.is_owner(worker, owner) then
+    -- A result that another job waits for is lost with the worker: the job runs again.
+    if seen[id] or not claims.is_owner(worker, owner) or flows.is_used(groups[i]) then
       others[#others + 1] = id
     else
       seen[id] = true

@@ -41,6 +41,7 @@ function blocked.unblock(ids)
       -- It did not wait while it was blocked.
       job.delayed = true
       redis.call('HSET', key('jobs'), id, records.write(job))
+      flows.move_blocked(id)
       unblocked[#unblocked + 1] = id
       entries[#entries + 1] = entry
       if entry.own <= now_ms then ready = ready + 1 end
@@ -61,6 +62,7 @@ function blocked.update(id, job, run_at)
   local entry = blocked.read(id)
   if not entry then return run_at end
   redis.call('HDEL', key('blocked'), id)
+  flows.move_blocked(id)
   local before, wanted = job.options, blocked.clamp(run_at, entry.lo, entry.hi)
   if entry.update then job.body, job.priority, job.options = entry.body, entry.priority, entry.options end
   if entry.reset then
@@ -73,8 +75,6 @@ function blocked.update(id, job, run_at)
   job.delayed = job.delayed or wanted > now_ms
   return wanted
 end
-
-local FAR = 9007199254740991  -- no run_at is later
 
 -- Folds one more enqueue into the bounds.
 function blocked.fold_bounds(lo, hi, how, run_at)
@@ -116,6 +116,7 @@ local KEEP_MARGIN_MS = 300000
 local function store_single(count, max_items, max_data, stored_at)
   local id, head, body = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
   if count > 1 or #head > 1 or mode ~= 'work' or max_items > 0 or #body > max_data then return false end
+  if flows.is_held(id) then return false end
   if redis.call('HSETNX', key('jobs'), id, 'p' .. head .. stored_at .. body) == 0 then return false end
   records.note_size(#body, base)
   redis.call('RPUSH', pending_key(head), id)
@@ -134,16 +135,18 @@ end
 --          update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), separated by spaces;
 --          then, for jobs with tokens that may be sent again: [' ' UNTIL ' ' KEEP_UNTIL ' ' EPOCH]. The call is refused
 --          after UNTIL (ms) and in another epoch; its tokens are kept beyond KEEP_UNTIL (ms), whatever dedup_ttl is
---          head: PRIORITY, or PRIORITY ' ' RUN_AT ' ' TOKEN [' ' OPTIONS]; RUN_AT (ms; '+ms' from now) and TOKEN may be
---          empty; OPTIONS: the job's own (records.lua), with 'x=' followed by ms
+--          head: PRIORITY, or PRIORITY ' ' RUN_AT ' ' TOKEN [' ' OPTIONS] ['\n' AFTER]; RUN_AT (ms; '+ms' from now)
+--          and TOKEN may be empty; OPTIONS: the job's own (records.lua), with 'x=' followed by ms; AFTER: what a new
+--          job waits for, 'WHEN USE KIND NAME NAME …' (flows.lua)
 -- Returns  {OK, mark, index, id, index, id ...}: the jobs (from 1) whose token is known, with the stored id, and those
 --          left out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index};
 --          {TOO_LARGE, index, max_data}; {NOT_IN_MODE, mode} for options in another mode than work; {LATE}: after UNTIL,
---          or in another epoch
+--          or in another epoch; {FLOWS_OFF}; {UNKNOWN_DEPENDENCY, index, id, 1 if ends are remembered};
+--          {RESULT_NOT_KEPT, index, id}: the result of that dependency is not kept
 --          mark: EPOCH ' ' FENCE ' ' ENQUEUED_US, followed by ' ' INDEX ':' ENQUEUED_US for each job that was updated,
 --          and ' ' INDEX ':' ENQUEUED_US ':' AHEAD_US for each blocked one: its time and that of the active job. The
 --          times identify the jobs of this call (records.is_meant). Later claims have a higher fence
--- States   (new) -> waiting | scheduled; (new) -> blocked; waiting <-> scheduled (updated)
+-- States   (new) -> waiting | scheduled; (new) -> blocked; (new) -> held; waiting <-> scheduled (updated)
 function verbs.enqueue()
   if not epoch then return { NO_QUEUE } end
   if protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
@@ -170,22 +173,25 @@ function verbs.enqueue()
     return key_of('token', epoch .. ':' .. token)
   end
 
-  -- Returns priority, run_at (ms; 0 = at once), token ('' = none) and options ('' = none).
+  -- Returns priority, run_at (ms; 0 = at once), token ('' = none), options ('' = none), the options as they were given,
+  -- and what the job waits for ('' = nothing).
   local function read_head(head)
-    if #head == 1 then return head, 0, '', '' end
-    local priority, from_now, ms, token, given = string.match(head, '^(%d) (%+?)(%d*) (%S*) ?(.*)$')
+    if #head == 1 then return head, 0, '', '', '', '' end
+    local priority, from_now, ms, token, given, after =
+      string.match(head, '^(%d) (%+?)(%d*) ([^ \n]*) ?([^\n]*)\n?(.*)$')
     local run_at = (tonumber(ms) or 0) + (from_now == '+' and now_ms or 0)
-    return priority, run_at, token, records.start_expiry(given, run_at)
+    return priority, run_at, token, records.start_expiry(given, run_at), given, after
   end
 
   local function read_dispatch(at)
-    local priority, run_at, _, own_options = read_head(ARGV[at + 1])
+    local priority, run_at, _, own_options, given = read_head(ARGV[at + 1])
     return {
       id = ARGV[at],
       priority = priority,
       body = ARGV[at + 2],
       enqueued_us = stored_us,
       options = own_options,
+      given = given,
       run_at = run_at,
       update_data = update_data == '1',
       update_run_at = update_run_at,
@@ -202,11 +208,16 @@ function verbs.enqueue()
   else
     for i, id in ipairs(ids) do existing[i] = redis.call('HEXISTS', key('jobs'), id) == 1 end
   end
+  if flows_on and redis.call('EXISTS', key('held')) == 1 then
+    for i, held in ipairs(redis.call('HMGET', key('held'), unpack(ids))) do existing[i] = existing[i] or held end
+  end
 
   local reply, new, changes, seen, tokens, longest = { OK, mark }, {}, {}, {}, {}, 0
+  -- What new jobs wait for, by their place in ARGV; and their places in order.
+  local afters, waiting_at = {}, {}
   for i = 1, count do
     local at = FIRST + WIDTH * (i - 1)
-    local id, body, _, _, token, own_options = ARGV[at], ARGV[at + 2], read_head(ARGV[at + 1])
+    local id, body, _, _, token, own_options, _, after = ARGV[at], ARGV[at + 2], read_head(ARGV[at + 1])
     if own_options ~= '' and mode ~= 'work' then return { NOT_IN_MODE, mode } end
     local stored = token ~= '' and (tokens[token] or redis.call('GET', token_key(token)))
     if #body > max_data then return { TOO_LARGE, i, max_data } end
@@ -216,9 +227,18 @@ function verbs.enqueue()
       reply[#reply + 1] = i
       reply[#reply + 1] = stored or ''
     elseif existing[i] or seen[id] then
-      if if_exists == 'refuse' then return { EXISTS, i } end
+      -- A job gets its dependencies at its birth only, so they cannot form a cycle.
+      if if_exists == 'refuse' or (after ~= '' and if_exists == 'update') then return { EXISTS, i } end
       if if_exists == 'update' then changes[#changes + 1] = at end
     else
+      if after ~= '' then
+        if options.flows == FLOWS_NEVER then return { FLOWS_OFF } end
+        afters[at] = flows.read_after(after)
+        if afters[at].use ~= '0' and mode ~= 'work' then return { NOT_IN_MODE, mode } end
+        local refusal = flows.check_dependencies(i, afters[at], seen)
+        if refusal then return refusal end
+        waiting_at[#waiting_at + 1] = at
+      end
       seen[id] = true
       new[#new + 1] = at
     end
@@ -242,40 +262,49 @@ function verbs.enqueue()
   end
   if max_items > 0 then
     local added = added_items()
-    local items = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked'))
-    if added > 0 and items + added > max_items then return { FULL, max_items } end
+    if added > 0 and records.items() + added > max_items then return { FULL, max_items } end
   end
 
   records.note_size(longest, base)
   for token, id in pairs(tokens) do redis.call('SET', token_key(token), id, 'PX', dedup_ttl_ms) end
+  if #waiting_at > 0 then flows.switch_on() end
 
   local function store_new()
     if #new == 0 then return end
     local packed, by_priority, stored_ids, later, with_options = {}, {}, {}, {}, {}
     for i, at in ipairs(new) do
-      local id, priority, run_at, _, own_options = ARGV[at], read_head(ARGV[at + 1])
-      packed[2 * i - 1] = id
+      local id, priority, run_at, _, own_options, given = ARGV[at], read_head(ARGV[at + 1])
       stored_ids[i] = id
-      if own_options == '' then
-        packed[2 * i] = (run_at > now_ms and 'd' or 'p') .. priority .. stored_at .. ARGV[at + 2]
+      if afters[at] then
+        afters[at].record = records.write(records.new(priority, stored_us, run_at, given, ARGV[at + 2]))
+        afters[at].run_at = run_at
+        if given ~= '' then with_options[#with_options + 1] = { id, records.drop_expiry(given) } end
       else
-        packed[2 * i] = records.write(records.new(priority, stored_us, run_at, own_options, ARGV[at + 2]))
-        with_options[#with_options + 1] = { id, own_options }
-      end
-      if run_at > now_ms then
-        later[#later + 1] = { id, run_at }
-      else
-        by_priority[priority] = by_priority[priority] or {}
-        table.insert(by_priority[priority], id)
+        packed[#packed + 1] = id
+        if own_options == '' then
+          packed[#packed + 1] = (run_at > now_ms and 'd' or 'p') .. priority .. stored_at .. ARGV[at + 2]
+        else
+          packed[#packed + 1] = records.write(records.new(priority, stored_us, run_at, own_options, ARGV[at + 2]))
+          with_options[#with_options + 1] = { id, own_options }
+        end
+        if run_at > now_ms then
+          later[#later + 1] = { id, run_at }
+        else
+          by_priority[priority] = by_priority[priority] or {}
+          table.insert(by_priority[priority], id)
+        end
       end
     end
-    redis.call('HSET', key('jobs'), unpack(packed))
+    if #packed > 0 then redis.call('HSET', key('jobs'), unpack(packed)) end
     for priority, list in pairs(by_priority) do hints.push_back(priority, list) end
     journal.note_ids('enqueued', 0, stored_ids)
     for _, job in ipairs(later) do timers.schedule(job[1], job[2]) end
     for _, job in ipairs(with_options) do records.note_options(job[1], job[2]) end
+    for _, at in ipairs(waiting_at) do flows.hold(ARGV[at], afters[at], stored_us) end
     if mode ~= 'work' then
-      for _, at in ipairs(new) do timers.set_expiry(ARGV[at], read_dispatch(at).run_at) end
+      for _, at in ipairs(new) do
+        if not afters[at] then timers.set_expiry(ARGV[at], read_dispatch(at).run_at) end
+      end
     end
   end
 
@@ -330,7 +359,9 @@ function verbs.enqueue()
   for i, at in ipairs(changes) do
     local dispatch = read_dispatch(at)
     local time
-    if redis.call('HEXISTS', key('active'), dispatch.id) == 1 then
+    if flows.is_held(dispatch.id) then
+      time = flows.update_held(dispatch)
+    elseif redis.call('HEXISTS', key('active'), dispatch.id) == 1 then
       local ahead_us = records.enqueued_us_of(redis.call('HGET', key('jobs'), dispatch.id)) or '0'
       time = blocked.add(dispatch.id, dispatch) .. ':' .. ahead_us
       journal.note_ids('blocked', 0, { dispatch.id })
@@ -339,6 +370,8 @@ function verbs.enqueue()
     end
     times[i + 1] = (at - FIRST) / WIDTH + 1 .. ':' .. time
   end
+  for _, at in ipairs(waiting_at) do flows.connect(ARGV[at], afters[at], stored_us) end
+  flows.resolve()
   hints.wake_idle(NOTIFY_AWAITERS)
   journal.write('-')
   reply[2] = table.concat(times, ' ')
@@ -351,11 +384,19 @@ end
 -- ARGV     id, whether to mark a running job ('1' | '0'), and which job of this id is meant (records.is_meant; a job is
 --          marked whichever is meant)
 -- Returns  {OK, 1 removed | 2 marked | 0 neither}; {NO_QUEUE}
--- States   waiting, scheduled, blocked -> cancelled
+-- States   waiting, scheduled, blocked, held -> cancelled
 function verbs.cancel()
   if not epoch then return { NO_QUEUE } end
   local id, mark_active, meant = ARGV[1], ARGV[2] == '1', ARGV[3]
   local record = redis.call('HGET', key('jobs'), id)
+  if not record and flows.is_held(id) then
+    local hold, held = flows.read_hold(id), redis.call('HGET', key('held:jobs'), id)
+    if not records.is_meant(meant, held and records.enqueued_us_of(held)) then return { OK, 0 } end
+    flows.cancel(hold)
+    hints.wake_idle(flows_on)
+    journal.write('-')
+    return { OK, 1 }
+  end
   if not record then return { OK, 0 } end
 
   local owner = redis.call('HGET', key('active'), id)
@@ -363,11 +404,16 @@ function verbs.cancel()
     local entry = blocked.read(id)
     local withdrawn = entry and records.is_meant(meant, entry.enqueued_us)
       and redis.call('HDEL', key('blocked'), id) or 0
-    if withdrawn == 1 then journal.note('withdrawn 0 ' .. id) end
+    if withdrawn == 1 then
+      journal.note('withdrawn 0 ' .. id)
+      flows.detach({ id .. ' blocked' }, 'cancelled')
+      flows.resolve()
+    end
     if mark_active and not claims.is_removed(owner) then
       redis.call('HSET', key('active'), id, owner .. REMOVED)
       journal.note('marked ' .. claims.fence_of(owner) .. ' ' .. id)
     end
+    hints.wake_idle(flows_on)
     journal.write('-')
     return { OK, mark_active and 2 or withdrawn }
   end
@@ -378,9 +424,9 @@ function verbs.cancel()
   attempts.delete({ id })
   local place = records.place_of(record)
   if redis.call('ZREM', key('scheduled'), id) == 0 and place then hints.remove(place, id) end
-  hints.wake_idle()
   journal.note_ids('cancelled', 0, { id })
-  waiters.notify({ id }, 'cancelled')
+  flows.end_jobs({ id }, 'cancelled')
+  hints.wake_idle(flows_on)
   journal.write('-')
   return { OK, 1 }
 end

@@ -139,8 +139,7 @@ function failures.settle(id, settler, micros, failure)
     progress.delete({ id })
     attempts.delete({ id })
     journal.note('cancelled ' .. fence .. ' ' .. id)
-    blocked.unblock({ id })
-    waiters.notify({ id }, 'cancelled')
+    flows.end_jobs({ id }, 'cancelled')
     return failures.fate('removed', 0, 0, 0)
   end
 end
@@ -199,7 +198,7 @@ function dead.cause_of(error)
   return name == '' and '-' or (string.gsub(name, '[\\%c \128-\255]', '_'))
 end
 
--- Moves jobs to dead. Each has id, fence, micros, record, error and brief error (JSON).
+-- Moves jobs to dead. Each has id, fence, micros, record, error and brief error (JSON), and perhaps no_fail_job.
 function dead.bury(jobs)
   local function delete_dead(members)
     if #members == 0 then return end
@@ -253,12 +252,13 @@ function dead.bury(jobs)
     local attempts_json = string.gsub(tried[i] or '', '\n', ',')
     archived[2 * i - 1], archived[2 * i] = member, job.record .. '\n' .. job.error .. '\n[' .. attempts_json .. ']'
     died[2 * i - 1], died[2 * i] = now_ms, member
-    journal.note('dead ' .. fence .. ' ' .. id .. ' ' .. job.micros .. ' ' .. (has_fail_job and 1 or 0) .. ' '
+    local fails = has_fail_job and not job.no_fail_job
+    journal.note('dead ' .. fence .. ' ' .. id .. ' ' .. job.micros .. ' ' .. (fails and 1 or 0) .. ' '
       .. dead.cause_of(job.error))
     -- A broken record is logged with its id only.
     local parsed = records.read(job.record) or records.new('5', now_text(), 0, '', '[null,null,null]')
     if not parent then lines[i] = outbox_line(id, fence, parsed, job.error) end
-    if has_fail_job then add_fail_job(id, fence, parsed, job.brief) end
+    if fails then add_fail_job(id, fence, parsed, job.brief) end
     if owners[i] then ended[#ended + 1] = id end
   end
   -- The retry process may be busy for long; pulse checks that and starts a helper.
@@ -272,8 +272,7 @@ function dead.bury(jobs)
   end
   attempts.delete(ids)
   progress.delete(ended)
-  blocked.unblock(ended)
-  waiters.notify(ids, 'dead', fences)
+  flows.end_jobs(ids, 'dead', fences)
   local excess = redis.call('ZCARD', key('dead')) - option('dead_max')
   local most = math.max(DEAD_EXPIRED_PER_CALL, 2 * #jobs)
   if excess > 0 then delete_dead(redis.call('ZRANGE', key('dead'), 0, math.min(excess, most) - 1)) end
@@ -307,7 +306,7 @@ function verbs.revive()
     local id, fence = string.match(member, '^(.+)@(%d+)$')
     local job = read_dead(entry)
     if not id or not job then return BROKEN end
-    if redis.call('HEXISTS', key('jobs'), id) == 1 then return EXISTS end
+    if redis.call('HEXISTS', key('jobs'), id) == 1 or flows.is_held(id) then return EXISTS end
     if records.is_full() then return FULL end
     redis.call('HSET', key('jobs'), id, records.write(job))
     records.note_size(#job.body, base)

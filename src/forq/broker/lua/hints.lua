@@ -25,6 +25,8 @@ end
 -- Counts a hint without a record.
 function hints.drop(id)
   redis.call('HINCRBY', key('counts'), 'dropped', 1)
+  flows.detach({ id }, 'dropped')
+  flows.resolve()
   journal.note('dropped 0 ' .. (string.find(id, '^[!-~]+$') and id or '?'))
 end
 

@@ -181,8 +181,8 @@ end
 function verbs.delete()
   if not epoch or not parent and epoch ~= ARGV[1] then return { NO_QUEUE } end
   if parent and redis.call('EXISTS', parent .. ':options') == 1 then return { OK, 0 } end
-  local jobs = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) + redis.call('ZCARD', key('dead'))
-    + redis.call('HLEN', base .. ':fail:jobs')
+  local jobs = redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) + redis.call('HLEN', key('held'))
+    + redis.call('ZCARD', key('dead')) + redis.call('HLEN', base .. ':fail:jobs')
   if jobs > 0 and ARGV[2] ~= '1' then return { NOT_EMPTY, jobs } end
 
   -- The name may be reused at once, and a BLMOVE of an old worker may take an id from the new queue's list. So the old
@@ -204,6 +204,9 @@ function verbs.delete()
     if body then
       redis.call('HSET', key('jobs'), id .. ' blocked', 'p' .. priority .. ' ' .. enqueued .. '\n' .. body)
     end
+  end
+  for _, id in ipairs(redis.call('HKEYS', key('held:jobs'))) do
+    redis.call('HSET', key('jobs'), id, redis.call('HGET', key('held:jobs'), id))
   end
   -- Fail jobs are copies of jobs that are in the failed log already.
   if not parent then redis.call('SADD', key('trash'), epoch) end
@@ -232,6 +235,8 @@ function verbs.delete()
     key('workers'))
   redis.call('UNLINK', key('done'), key('done:own'), key('done:jobs'), key('waiters'))
   redis.call('UNLINK', key('schedules'), key('schedules:next'), key('schedules:runs'), key('schedules:paused'))
+  redis.call('UNLINK', key('held'), key('held:jobs'), key('held:open'), key('inputs'), key('sources'), key('edges'),
+    key('resolving'), key('ends'), key('ends:old'))
   redis.call('UNLINK', key('active'), key('progress'), key('scheduled'), key('attempts'), key('blocked'), key('retry'),
     key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('limited'),
     key('options'), key('counts'), key('processed:count'),
@@ -250,7 +255,7 @@ end
 --          trimmed, scheduled, blocked, waiting in the retry lane, fail jobs, journal entries lost, epoch, sequence
 --          number and hash of the last journal entry, awaiters, kept done jobs, ms until a job or a tick is due (-1:
 --          nothing is timed), rate: count and ms (0: no limit), max_active (0: no limit), jobs that may start now (-1:
---          no limit), workers waiting for that, scheduled jobs that are due}; {NO_QUEUE}
+--          no limit), workers waiting for that, scheduled jobs that are due, held jobs}; {NO_QUEUE}
 -- States   unchanged
 function verbs.counts()
   if not epoch then return { NO_QUEUE } end
@@ -354,5 +359,6 @@ function verbs.counts()
     has_limits and limits.room() or -1,
     redis.call('ZCARD', key('limited')),
     redis.call('ZCOUNT', key('scheduled'), '-inf', string.format('%.0f', now_ms)),
+    redis.call('HLEN', key('held')),
   }
 end

@@ -24,9 +24,15 @@ local READ_BYTES = 4 * 1024 * 1024
 -- power of two, at least SMALL_RECORD. It is an option because options are cached: small records need no measuring.
 local SMALL_RECORD, HEAD_BYTES = 8192, 512
 
+-- All that max_items counts.
+function records.items()
+  return redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked'))
+    + (flows_on and redis.call('HLEN', key('held')) or 0)
+end
+
 function records.is_full()
   local max_items = option('max_items')
-  return max_items > 0 and redis.call('HLEN', key('jobs')) + redis.call('HLEN', key('blocked')) >= max_items
+  return max_items > 0 and records.items() >= max_items
 end
 
 function records.largest()

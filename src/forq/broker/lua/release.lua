@@ -173,7 +173,7 @@ function verbs.ack()
   redis.call('INCR', key('processed:count'))
   journal.note('released ' .. fence .. ' ' .. id .. ' ' .. claims.micros_since(fence))
   leases.write_entry(awaiter, 'acked ' .. fence, ACKED_MS)
-  blocked.unblock({ id })
+  flows.end_jobs({ id }, 'released')
   hints.wake_idle(NOTIFY_AWAITERS)
   journal.write(awaiter)
   return { OK }

@@ -128,7 +128,8 @@ function done.settle(ids, notes, reported)
   -- Without a report of the worker, each record has to be checked.
   local keeps = option('keep_done_ms') > 0 or not reported or next(reported) ~= nil
   -- Most queues have none of these, so one check is the whole cost.
-  local some = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters'), key('stale')) > 0
+  local some = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters'), key('stale'),
+    key('sources'), key('inputs')) > 0
   if not some then may_be_stale = false end
   local owners = (keeps or some) and redis.call('HMGET', key('active'), unpack(ids))
   if keeps then done.keep(ids, owners, reported or {}) end
@@ -138,13 +139,12 @@ function done.settle(ids, notes, reported)
   for fence, entries in pairs(notes) do
     if #entries > 0 then journal.note('done ' .. fence .. ' ' .. table.concat(entries, ' ')) end
   end
-  if not some then return end
+  if not some then return flows.remember(ids, 'done') end
   progress.delete(ids)
   attempts.delete(ids)
-  blocked.unblock(ids)
   local fences = {}
   for i, owner in ipairs(owners) do fences[i] = claims.fence_of(owner) end
-  waiters.notify(ids, 'done', fences)
+  flows.end_jobs(ids, 'done', fences, reported)
 end
 
 -- Turns trim done jobs only when others are done; this also expires them in a quiet queue.
@@ -223,7 +223,7 @@ function verbs.wait()
   end
 
   local function first_call()
-    local record, kept = redis.call('HGET', key('jobs'), id), redis.call('HGET', key('done:jobs'), id)
+    local record, kept = flows.live_record(id), redis.call('HGET', key('done:jobs'), id)
     if not kept and not keeps_result(record) then return { KEEPS_NOTHING } end
     local live_us = record and records.enqueued_us_of(record)
     if record and records.is_meant(meant, live_us) then
@@ -236,7 +236,7 @@ function verbs.wait()
 
   local function later_call()
     local stored_mark = mark_of(id)
-    if stored_mark == mark and redis.call('HEXISTS', key('jobs'), id) == 1 then return live_reply(mark) end
+    if stored_mark == mark and flows.live_record(id) then return live_reply(mark) end
     local stored = redis.call('GET', key_of('told', mark .. ':' .. id))
     if stored then
       local outcome, fence, kept = string.match(stored, '^(%a+) (%d+)\n?(.*)$')
@@ -244,7 +244,7 @@ function verbs.wait()
     end
     -- The waiter was away too long, or a release without marks ended the job: compare the enqueue time.
     local enqueued_us = string.match(mark, '-(%d+)$')
-    local record = redis.call('HGET', key('jobs'), id)
+    local record = flows.live_record(id)
     if record and (records.enqueued_us_of(record) or '0') == enqueued_us then
       return live_reply(stored_mark ~= '' and stored_mark or mark)
     end

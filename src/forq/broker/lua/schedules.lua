@@ -71,7 +71,7 @@ function verbs.run_now()
   if not epoch then return { NO_QUEUE } end
   local id = ARGV[1]
   local record = redis.call('HGET', key('jobs'), id)
-  if not record then return { OK, 0 } end
+  if not record then return flows.is_held(id) and { NOT_SCHEDULED, 'held' } or { OK, 0 } end
   local place = records.place_of(record) or '5'
   if not redis.call('ZSCORE', key('scheduled'), id) then
     if redis.call('HEXISTS', key('active'), id) == 1 then return { NOT_SCHEDULED, 'active' } end
@@ -114,6 +114,7 @@ function timers.next_ms(ticks_known)
   end
   local least = ticks_known and '(' .. string.format('%.0f', now_ms) or '-inf'
   consider(tonumber(redis.call('ZRANGEBYSCORE', key('schedules:next'), least, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]))
+  if flows_on and redis.call('EXISTS', key('resolving')) == 1 then consider(now_ms) end
   -- The limits were lifted, and some workers are not woken yet.
   if rate_count + max_active == 0 and redis.call('EXISTS', key('limited')) == 1 then consider(now_ms) end
   if rate_count > 0 and (redis.call('EXISTS', key('limited')) == 1 or suspect_hints + in_lane > 0
@@ -168,7 +169,7 @@ function schedules.run_id(name, policy, suffix)
 end
 
 function schedules.is_unfinished(id)
-  return redis.call('HEXISTS', key('jobs'), id) == 1
+  return redis.call('HEXISTS', key('jobs'), id) == 1 or flows.is_held(id)
 end
 
 -- `tick`: in ms; nil if it was triggered by hand.
@@ -366,6 +367,7 @@ function verbs.promote()
   timers.promote()
   limits.wake_if_lifted()
   done.expire(TRIMMED_DONE_PER_CALL)
+  flows.continue()
   hints.wake_idle(NOTIFY_AWAITERS, WAKE_LIMITED)
   journal.write('-')
   return schedules.add_due({ OK, timers.next_ms(true), now_ms }, ARGV)

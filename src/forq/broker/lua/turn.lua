@@ -70,7 +70,7 @@ function turns.settle_successes(first)
       settled[#settled + 1] = id
       entries[#entries + 1] = id
       entries[#entries + 1] = ARGV[at + 2]
-      if keeps_results or keep_ms[i] then
+      if keeps_results or keep_ms[i] or results[i] then
         reported[id] = { micros = ARGV[at + 2], result = results[i] or NO_RESULT, keep_ms = keep_ms[i] }
       end
     else
@@ -273,6 +273,7 @@ function turns.claim()
     end
     journal.note_ids('claimed', fence .. ' ' .. attempt, same_attempt)
   end
+  if flows_on then flows.mark_claimed(taken, reply, fates and 11 or 10) end
   if ARGV[7] == 'waiting' then turns.publish_claim() end
   return fence
 end

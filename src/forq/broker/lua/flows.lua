@@ -1,0 +1,411 @@
+-- Flows: jobs that wait for the end of others (held), and batches of jobs. One way for all ends: flows.end_jobs.
+--
+-- A held job is in `held` and its record in `held:jobs`, not in `jobs`: nothing that counts or claims waiting jobs sees
+-- it. What it waits for are its dependencies, numbered from 1. An edge leads from a source, whose end it reports, to
+-- one dependency of a held job, or to one member of a batch.
+--
+--   held        ID -> NONCE ' ' WHEN ' ' USE ' ' RUN_AT_MS ' ' COUNT ' ' OPEN. NONCE: the enqueue time (µs); an edge of
+--               an earlier job with this id has another one. COUNT: dependencies; OPEN: those that have not ended
+--   held:jobs   ID -> record; an own expiry is in ms still, since it begins when the job is ready
+--   held:open   ID ' ' NUMBER -> the dependency, while it has not ended: 'job ID' or 'batch B'
+--   inputs      ID -> COUNT ' ' USE; ID ' ' NUMBER -> HOW ' ' RESULT of a dependency: for a job that uses results
+--   sources     SOURCE -> GROUP ':' COUNT ':' USED [',' …]: its edges. SOURCE: ID (a live job), ID ' blocked' (the
+--               enqueue behind an active job) or B ' batch'. USED: 1 if one of the edges wants the result
+--   edges       GROUP ' ' INDEX -> an edge; GROUP ' result' -> the result, while the group is being resolved
+--   resolving   list: GROUP ' ' COUNT ' ' NEXT ' ' HOW of ended sources whose edges did not fit into one call
+--   ends        ID -> how it ended, of the last jobs; `ends:old`: of those before
+--
+-- An edge is 'job' ID NONCE NUMBER USE, or 'batch' B NUMBER USE, or 'to' QUEUE EPOCH, followed by one of these: that
+-- queue's pulse applies it (verbs.report). WHEN: 'done' (all must succeed), 'ended' or 'dead' (the first death).
+-- USE: '0': results are not needed; '1': the handler can read them; '2', '3': its first argument is the only result, or
+-- the list of them.
+
+local MAX_ENDS = 50000
+-- Moving a job to dead costs about as much as this many edges.
+local EDGES_PER_BURIAL = 10
+local MISSING_RESULT = '!its result was not kept'
+local SUCCESS = { done = true, released = true }
+
+-- Call it before the first use in a queue. From then on the ends of its jobs are remembered.
+function flows.switch_on()
+  if flows_on then return end
+  flows_on = true
+  redis.call('HSET', key('options'), 'flows_used', '1')
+  next_version(base)
+end
+
+function flows.remember(ids, how)
+  if not flows_on then return end
+  local pairs_to_set = {}
+  for i, id in ipairs(ids) do pairs_to_set[2 * i - 1], pairs_to_set[2 * i] = id, how end
+  redis.call('HSET', key('ends'), unpack(pairs_to_set))
+  if redis.call('HLEN', key('ends')) >= MAX_ENDS then redis.call('RENAME', key('ends'), key('ends:old')) end
+end
+
+-- How a job that is neither live nor held ended; nil: unknown.
+function flows.how_ended(id)
+  local how = redis.call('HGET', key('ends'), id) or redis.call('HGET', key('ends:old'), id)
+  if how then return how end
+  return redis.call('HEXISTS', key('done:jobs'), id) == 1 and 'done' or nil
+end
+
+-- The result of a job that is kept as done; nil if there is none.
+function flows.kept_result(id)
+  local kept = redis.call('HGET', key('done:jobs'), id)
+  return kept and string.match(kept, '^[^\n]*\n([^\n]*)\n')
+end
+
+-- Held jobs.
+
+function flows.is_held(id)
+  return flows_on and redis.call('HEXISTS', key('held'), id) == 1
+end
+
+-- The record of a live job, held ones included.
+function flows.live_record(id)
+  return redis.call('HGET', key('jobs'), id) or (flows_on and redis.call('HGET', key('held:jobs'), id)) or nil
+end
+
+function flows.read_hold(id)
+  local entry = redis.call('HGET', key('held'), id)
+  if not entry then return nil end
+  local nonce, when, use, run_at, count, open_count = string.match(entry, '^(%d+) (%l+) (%d) (%d+) (%d+) (%d+)$')
+  return {
+    id = id,
+    nonce = nonce,
+    when = when,
+    use = use,
+    run_at = tonumber(run_at),
+    count = tonumber(count),
+    open = tonumber(open_count),
+  }
+end
+
+function flows.write_hold(hold)
+  redis.call('HSET', key('held'), hold.id, string.format('%s %s %s %.0f %d %d', hold.nonce, hold.when, hold.use,
+    hold.run_at, hold.count, hold.open))
+end
+
+-- The fields of all dependencies of a hold.
+function flows.numbered(hold)
+  local fields = {}
+  for number = 1, hold.count do fields[number] = hold.id .. ' ' .. number end
+  return fields
+end
+
+-- Removes the hold, and returns the record.
+function flows.take_hold(hold)
+  local record = redis.call('HGET', key('held:jobs'), hold.id)
+  redis.call('HDEL', key('held'), hold.id)
+  redis.call('HDEL', key('held:jobs'), hold.id)
+  if hold.open > 0 then redis.call('HDEL', key('held:open'), unpack(flows.numbered(hold))) end
+  return record
+end
+
+function flows.drop_inputs(hold)
+  if hold.use ~= '0' then redis.call('HDEL', key('inputs'), hold.id, unpack(flows.numbered(hold))) end
+end
+
+-- Its dependencies are met: it becomes waiting or scheduled.
+function flows.let_go(hold)
+  local record = flows.take_hold(hold)
+  local job = record and records.read(record)
+  journal.note('met 0 ' .. hold.id)
+  if not job then
+    -- A broken record is claimed and fails, as any other.
+    redis.call('HSET', key('jobs'), hold.id, record or '')
+    hints.push_back('5', { hold.id })
+    return
+  end
+  -- It did not wait while it was held.
+  job.delayed = true
+  local before = job.options
+  job.options = records.start_expiry(job.options, hold.run_at)
+  redis.call('HSET', key('jobs'), hold.id, records.write(job))
+  if hold.use ~= '0' then redis.call('HSET', key('inputs'), hold.id, hold.count .. ' ' .. hold.use) end
+  timers.make_ready(hold.id, job.priority, hold.run_at)
+  timers.set_expiry(hold.id, hold.run_at)
+  if job.options ~= before then records.note_options(hold.id, job.options) end
+  if hold.run_at <= now_ms then timers.note_new_waiting(1) end
+end
+
+-- A dependency has ended in another way than required: the job can never run.
+function flows.doom(hold, dependency, how)
+  local record = flows.take_hold(hold) or ''
+  flows.drop_inputs(hold)
+  local fence = claims.next_fence()
+  local kind, name = string.match(dependency, '^(%S+) (%S+)$')
+  local error = string.format(
+    '{"name":"DependencyFailed","message":"%s %s, for which it waited, ended as %s","kind":"dependency",'
+      .. '"traceback":null}', kind, string.gsub(name, '[\\"]', '\\%0'), how)
+  journal.note('unmet 0 ' .. hold.id .. ' ' .. name .. ' ' .. how)
+  journal.note('claimed ' .. fence .. ' 1 ' .. hold.id)
+  dead.bury({
+    { id = hold.id, fence = fence, micros = '-', record = record, error = error, brief = error, no_fail_job = true },
+  })
+end
+
+-- Removes a held job. `how`: its end.
+function flows.cancel(hold)
+  flows.take_hold(hold)
+  flows.drop_inputs(hold)
+  attempts.delete({ hold.id })
+  journal.note_ids('cancelled', 0, { hold.id })
+  flows.end_jobs({ hold.id }, 'cancelled')
+end
+
+-- One dependency of a held job has ended.
+function flows.meet(id, nonce, number, use, how, result)
+  local hold = flows.read_hold(id)
+  if not hold or hold.nonce ~= nonce then return end
+  local field = id .. ' ' .. number
+  local dependency = redis.call('HGET', key('held:open'), field)
+  -- The only thing that counts an end, so that a report may arrive twice.
+  if redis.call('HDEL', key('held:open'), field) == 0 then return end
+  hold.open = hold.open - 1
+  if use ~= '0' then
+    if not result and SUCCESS[how] then result = MISSING_RESULT end
+    redis.call('HSET', key('inputs'), field, how .. ' ' .. (result or ''))
+    edge_bytes = edge_bytes + #(result or '')
+  end
+  if hold.when == 'done' and not SUCCESS[how] then
+    edges_left = edges_left - EDGES_PER_BURIAL
+    return flows.doom(hold, dependency, how)
+  elseif hold.when == 'dead' and how == 'dead' then
+    return flows.let_go(hold)
+  elseif hold.open > 0 then
+    return flows.write_hold(hold)
+  elseif hold.when == 'dead' then
+    return flows.cancel(hold)
+  end
+  flows.let_go(hold)
+end
+
+-- Edges and ends.
+
+-- Adds edges of a source. `used`: whether one of them wants the result.
+function flows.add_edges(source, added, used)
+  local group = redis.call('HINCRBY', key('counts'), 'edge_groups', 1)
+  local fields = {}
+  for i, edge in ipairs(added) do fields[2 * i - 1], fields[2 * i] = group .. ' ' .. i, edge end
+  redis.call('HSET', key('edges'), unpack(fields))
+  flows.append_groups(source, string.format('%d:%d:%d', group, #added, used and 1 or 0))
+end
+
+function flows.append_groups(source, groups)
+  local before = redis.call('HGET', key('sources'), source)
+  redis.call('HSET', key('sources'), source, before and before .. ',' .. groups or groups)
+end
+
+function flows.has_sources()
+  return flows_on and redis.call('EXISTS', key('sources')) == 1
+end
+
+-- Whether a dependency wants the result of a source with these groups.
+function flows.is_used(groups)
+  return groups and string.find(groups, ':1,', 1, true) ~= nil or groups and string.sub(groups, -2) == ':1'
+end
+
+-- The blocked enqueue of an id has become its job, or has updated it: so do its edges.
+function flows.move_blocked(id)
+  if not flows.has_sources() then return end
+  local groups = redis.call('HGET', key('sources'), id .. ' blocked')
+  if not groups then return end
+  redis.call('HDEL', key('sources'), id .. ' blocked')
+  flows.append_groups(id, groups)
+end
+
+-- Takes the edges off sources that have ended; flows.resolve follows them. `reported`: see done.settle.
+function flows.detach(sources, how, reported)
+  if not flows.has_sources() then return end
+  for i, groups in ipairs(redis.call('HMGET', key('sources'), unpack(sources))) do
+    if groups then
+      redis.call('HDEL', key('sources'), sources[i])
+      local report = reported and reported[sources[i]]
+      for group, count in string.gmatch(groups, '(%d+):(%d+):') do
+        edge_work[#edge_work + 1] = { group = group, count = tonumber(count), next = 1, how = how,
+          result = report and report.result }
+      end
+    end
+  end
+end
+
+-- The only way in which a job ends, after its record is gone: membership and edges, the enqueue blocked behind it,
+-- clients that wait. `fences` (or nil): of the last attempts, in the order of the ids. `reported`: see done.settle.
+function flows.end_jobs(ids, how, fences, reported)
+  if #ids == 0 then return end
+  if flows_on then
+    flows.remember(ids, how)
+    flows.forget_inputs(ids)
+    flows.detach(ids, how, reported)
+  end
+  blocked.unblock(ids)
+  waiters.notify(ids, how, fences)
+  flows.resolve()
+end
+
+function flows.forget_inputs(ids)
+  if redis.call('EXISTS', key('inputs')) == 0 then return end
+  for i, entry in ipairs(redis.call('HMGET', key('inputs'), unpack(ids))) do
+    if entry then
+      local count, use = string.match(entry, '^(%d+) (%d)$')
+      flows.drop_inputs({ id = ids[i], count = tonumber(count), use = use })
+    end
+  end
+end
+
+-- Applies an edge: its source has ended.
+function flows.apply(edge, how, result)
+  local id, nonce, number, use = string.match(edge, '^job (%S+) (%d+) (%S+) (%d)$')
+  if id then flows.meet(id, nonce, number, use, how, result) end
+end
+
+-- Follows the edges of ended sources, as many as one call may; pulse continues with the others. Jobs that end on the
+-- way only add to the work.
+function flows.resolve()
+  if #edge_work == 0 or edges_resolving then return end
+  edges_resolving = true
+  local at = 1
+  while at <= #edge_work and edges_left > 0 and edge_bytes < READ_BYTES do
+    local work = edge_work[at]
+    local field = work.group .. ' ' .. work.next
+    local edge = redis.call('HGET', key('edges'), field)
+    redis.call('HDEL', key('edges'), field)
+    work.next, edges_left = work.next + 1, edges_left - 1
+    if edge then flows.apply(edge, work.how, work.result) end
+    if work.next > work.count then at = at + 1 end
+  end
+  for i = at, #edge_work do
+    local work = edge_work[i]
+    redis.call('RPUSH', key('resolving'), work.group .. ' ' .. work.count .. ' ' .. work.next .. ' ' .. work.how)
+    if work.result then redis.call('HSET', key('edges'), work.group .. ' result', work.result) end
+  end
+  if at <= #edge_work then timers.publish(0) end
+  edge_work, edges_resolving = {}, false
+end
+
+-- Continues with what an earlier call has left.
+function flows.continue()
+  if not flows_on or edges_left <= 0 then return end
+  local saved = redis.call('LPOP', key('resolving'))
+  while saved do
+    local group, count, next_index, how = string.match(saved, '^(%d+) (%d+) (%d+) (%l+)$')
+    local result = redis.call('HGET', key('edges'), group .. ' result')
+    if result then redis.call('HDEL', key('edges'), group .. ' result') end
+    edge_work[1] = { group = group, count = tonumber(count), next = tonumber(next_index), how = how,
+      result = result or nil }
+    flows.resolve()
+    saved = edges_left > 0 and edge_bytes < READ_BYTES and redis.call('LPOP', key('resolving'))
+  end
+end
+
+-- The records of claimed jobs as their worker gets them: with 'w=1' if a dependency wants the result, and with 'i=COUNT'
+-- and 'I=USE' if it uses the results of its dependencies. Stored records have neither.
+function flows.mark_claimed(ids, claimed, offset)
+  if redis.call('EXISTS', key('sources'), key('inputs')) == 0 then return end
+  local groups = redis.call('HMGET', key('sources'), unpack(ids))
+  local inputs = redis.call('HMGET', key('inputs'), unpack(ids))
+  for i = 1, #ids do
+    local marks = flows.is_used(groups[i]) and 'w=1' or ''
+    local count, use = string.match(inputs[i] or '', '^(%d+) (%d)$')
+    if count then marks = marks .. (marks ~= '' and ',' or '') .. 'i=' .. count .. ',I=' .. use end
+    local job = marks ~= '' and records.read(claimed[offset + 2 * i])
+    if job then
+      job.options = job.options == '' and marks or job.options .. ',' .. marks
+      claimed[offset + 2 * i] = records.write(job)
+    end
+  end
+end
+
+-- Enqueue of jobs with dependencies.
+
+-- Reads 'WHEN USE KIND NAME NAME …', where KIND is 'job' or 'batch'. Returns the hold without its id.
+function flows.read_after(text)
+  local when, use, kind, names = string.match(text, '^(%l+) (%d) (%l+) (.+)$')
+  local dependencies = {}
+  for name in string.gmatch(names, '%S+') do dependencies[#dependencies + 1] = kind .. ' ' .. name end
+  return { when = when, use = use, dependencies = dependencies }
+end
+
+-- Checks the dependencies of a new job. `new`: ids of this call so far. Returns nil, or the refusal.
+function flows.check_dependencies(i, after, new)
+  for _, dependency in ipairs(after.dependencies) do
+    local id = string.match(dependency, '^job (%S+)$')
+    if not new[id] and redis.call('HEXISTS', key('blocked'), id) == 0 and not flows.is_held(id) then
+      local record = redis.call('HGET', key('jobs'), id)
+      local owner = record and redis.call('HGET', key('active'), id)
+      local how = not record and flows.how_ended(id)
+      if not record and not how then return { UNKNOWN_DEPENDENCY, i, id, flows_on and 1 or 0 } end
+      -- Its worker has not been told that the result is wanted.
+      local unused = owner and after.use ~= '0' and not flows.keeps_result(id, record)
+      if unused or (how and SUCCESS[how] and after.use ~= '0' and not flows.kept_result(id)) then
+        return { RESULT_NOT_KEPT, i, id }
+      end
+    end
+  end
+end
+
+function flows.keeps_result(id, record)
+  local own_ms = records.own(records.options_of(record), 'k')
+  if (own_ms or option('keep_done_ms')) > 0 then return true end
+  return flows.is_used(redis.call('HGET', key('sources'), id))
+end
+
+-- Stores a new job that waits for others, after its dependencies were checked. `after`: also its record and run_at.
+function flows.hold(id, after, nonce)
+  redis.call('HSET', key('held:jobs'), id, after.record)
+  flows.write_hold({ id = id, nonce = nonce, when = after.when, use = after.use, run_at = after.run_at,
+    count = #after.dependencies, open = #after.dependencies })
+  for number, dependency in ipairs(after.dependencies) do
+    redis.call('HSET', key('held:open'), id .. ' ' .. number, dependency)
+  end
+  flows.note_held(id, after)
+end
+
+function flows.note_held(id, after)
+  local names = {}
+  for i, dependency in ipairs(after.dependencies) do names[i] = string.match(dependency, '(%S+)$') end
+  journal.note('held 0 ' .. id .. ' ' .. after.when .. ' ' .. table.concat(names, ' '))
+end
+
+-- Once all jobs of the call are stored: connects a held job with what it waits for. What has ended counts at once.
+function flows.connect(id, after, nonce)
+  for number, dependency in ipairs(after.dependencies) do
+    local name = string.match(dependency, '^job (%S+)$')
+    local edge = 'job ' .. id .. ' ' .. nonce .. ' ' .. number .. ' ' .. after.use
+    if redis.call('HEXISTS', key('blocked'), name) == 1 then
+      flows.add_edges(name .. ' blocked', { edge }, after.use ~= '0')
+    elseif redis.call('HEXISTS', key('jobs'), name) == 1 or redis.call('HEXISTS', key('held'), name) == 1 then
+      flows.add_edges(name, { edge }, after.use ~= '0')
+    else
+      local how = flows.how_ended(name)
+      flows.meet(id, nonce, tostring(number), after.use, how, after.use ~= '0' and flows.kept_result(name) or nil)
+    end
+  end
+end
+
+-- An enqueue of a held id updates it; it stays held. Returns when it was enqueued (µs).
+function flows.update_held(dispatch)
+  local id, hold = dispatch.id, flows.read_hold(dispatch.id)
+  local job = records.read(redis.call('HGET', key('held:jobs'), id))
+  local lo, hi = blocked.fold_bounds(0, FAR, dispatch.update_run_at, dispatch.run_at)
+  hold.run_at = blocked.clamp(hold.run_at, lo, hi)
+  local before = job and job.options
+  if not job then
+    job = records.new('5', hold.nonce, 0, '', '')
+    dispatch.update_data = true
+  end
+  if dispatch.update_data then
+    job.body, job.priority, job.options = dispatch.body, dispatch.priority, dispatch.given
+  end
+  redis.call('HSET', key('held:jobs'), id, records.write(job))
+  flows.write_hold(hold)
+  if job.options ~= before then records.note_options(id, records.drop_expiry(job.options), true) end
+  journal.note('updated 0 ' .. id)
+  local open_ones = {}
+  for _, dependency in ipairs(redis.call('HMGET', key('held:open'), unpack(flows.numbered(hold)))) do
+    if dependency then open_ones[#open_ones + 1] = dependency end
+  end
+  flows.note_held(id, { when = hold.when, dependencies = open_ones })
+  return job.enqueued_us
+end
