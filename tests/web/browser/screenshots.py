@@ -46,6 +46,8 @@ def shoot(browser: Browser, file: Path, width: int) -> None:
     browser.resize(width, MIN_HEIGHT)
     height = min(MAX_HEIGHT, int(browser.run("return document.documentElement.scrollHeight")))
     browser.resize(width, height)
+    # Without a frame between, tables that scroll are sometimes empty in the picture.
+    browser.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
     answer = browser.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": False})
     file.write_bytes(base64.b64decode(answer["data"]))
     browser.resize(width)
