@@ -138,8 +138,8 @@ end
 --          empty; OPTIONS: the job's own (records.lua), with 'x=' followed by ms
 -- Returns  {OK, mark, index, id, index, id ...}: the jobs (from 1) whose token is known, with the stored id, and those
 --          left out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index};
---          {TOO_LARGE, index, max_data}; {NOT_IN_MODE, mode} for options in another mode than work; {LATE}: after UNTIL,
---          or in another epoch
+--          {TOO_LARGE, index, max_data}; {NOT_IN_MODE, mode} for options in another mode than work; {LATE}: after
+--          UNTIL, or in another epoch
 --          mark: EPOCH ' ' FENCE ' ' ENQUEUED_US, followed by ' ' INDEX ':' ENQUEUED_US for each job that was updated,
 --          and ' ' INDEX ':' ENQUEUED_US ':' AHEAD_US for each blocked one: its time and that of the active job. The
 --          times identify the jobs of this call (records.is_meant). Later claims have a higher fence
