@@ -34,7 +34,7 @@ def test_a_duration_has_at_most_two_units(seconds: float | None, shown: str) -> 
 
 @pytest.mark.parametrize(
     ("per_second", "shown"),
-    [(None, DASH), (0, "0"), (0.05, "3.0/min"), (3.21, "3.2/s"), (99.96, "100.0/s"), (84_123.4, "84,123/s")],
+    [(None, DASH), (0, "0/s"), (0.05, "3.0/min"), (3.21, "3.2/s"), (99.96, "100.0/s"), (84_123.4, "84,123/s")],
 )
 def test_a_rate_has_its_unit(per_second: float | None, shown: str) -> None:
     assert rate(per_second) == shown

@@ -20,8 +20,9 @@ GAP_PX = 8
 # Labels of the y axis end here before the plot.
 _Y_GAP_PX = 8
 _MAX_Y_CHARACTERS = 16
-X_HEIGHT_PX = 24
-_X_BASELINE_PX = 17
+X_HEIGHT_PX = 26
+# Below the lowest label of the y axis, whose descenders reach 7 px below the plot.
+_X_BASELINE_PX = 20
 # Left of an axis there is this room for half of a label, at the right end of a chart none.
 LEFT_PX = 40
 # A label that fits into an axis of this width is hidden in narrower ones. Closer to the end, it ends at its place.

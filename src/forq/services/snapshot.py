@@ -77,8 +77,9 @@ class Sampler:
         board: Scoreboard,
         stats: AttemptStats,
         name: str = "forq-metrics",
+        redis_seconds: float = REDIS_SECONDS,
     ) -> None:
-        self._link = Link(url, name=name, timeout_seconds=REDIS_SECONDS)
+        self._link = Link(url, name=name, timeout_seconds=redis_seconds)
         self._prefix = prefix
         self._control_socket = control_socket
         self._board = board

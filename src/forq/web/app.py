@@ -215,13 +215,14 @@ class Site:
         status = _status_of(exc)
         unanswered = request.method == "POST" and isinstance(exc, UNANSWERED)
         hint = "It may have been carried out: check before you repeat it." if unanswered else ""
-        page = Page("error.html", "Not possible", {"status": status, "reason": str(exc), "hint": hint}, live=False)
+        title = "Not found" if status == 404 else "Not possible"
+        page = Page("error.html", title, {"status": status, "reason": str(exc), "hint": hint}, live=False)
         return await self._error_page(request, page, status)
 
     async def on_missing(self, request: Request, exc: Exception) -> Response:
         status = getattr(exc, "status_code", 404)
         reason = "There is no such page." if status == 404 else f"{request.method} is not possible here."
-        title = "No such page" if status == 404 else "Not possible"
+        title = "Not found" if status == 404 else "Not possible"
         page = Page("error.html", title, {"status": status, "reason": reason, "hint": ""}, live=False)
         return await self._error_page(request, page, status)
 

@@ -29,7 +29,7 @@ def rate(per_second: float | None) -> str:
     if per_second is None:
         return DASH
     if per_second == 0:
-        return "0"
+        return "0/s"
     if per_second < 0.1:
         return f"{per_second * 60:.1f}/min"
     return f"{per_second:.1f}/s" if per_second < 100 else f"{per_second:,.0f}/s"

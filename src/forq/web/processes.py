@@ -1,5 +1,6 @@
 """The processes of this supervisor, read from /proc: the tree as ps shows it, and the memory of each process."""
 
+import re
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -11,6 +12,7 @@ import psutil
 # Measuring PSS takes the kernel about a millisecond per process.
 PSS_SECONDS = 5.0
 MAX_TITLE = 200
+_PADDED = re.compile(r" {8,}.*")
 
 
 @dataclass(frozen=True)
@@ -48,7 +50,8 @@ def process_tree(root: int) -> list[ProcessRow]:
 
 def _row(info: dict[str, Any], depth: int) -> ProcessRow:
     # Fields are None for processes that have ended meanwhile.
-    title = " ".join(info["cmdline"] or ()).strip() or info["name"] or ""
+    # A title that is shorter than the arguments may leave a piece of them behind its padding.
+    title = _PADDED.sub("", " ".join(info["cmdline"] or ())).strip() or info["name"] or ""
     times = info["cpu_times"]
     return ProcessRow(
         pid=info["pid"],

@@ -10,7 +10,7 @@ from forq.web.feed import QueueView, View
 from forq.web.page import Page, Visit
 
 PER_PAGE = 100
-ORDERS = ("name", "waiting", "running", "failed", "dead", "oldest")
+ORDERS = ("name", "waiting", "active", "failed", "dead", "oldest")
 # States that are a problem.
 WORST = ("config_error", "flapping", "stopped", "unserved")
 
@@ -138,7 +138,7 @@ def _place(queue: QueueView, order: str) -> tuple[object, ...]:
     # The figures that the columns show.
     figures = {
         "waiting": counts.waiting,
-        "running": counts.active,
+        "active": counts.active,
         "failed": queue.rates.failed or 0.0,
         "dead": counts.dead,
         "oldest": counts.oldest_waiting_seconds or 0.0,

@@ -38,6 +38,8 @@ from forq.web.settings import WebSettings
 from forq.web.source import Source
 
 DEFAULT_HEALTH_SECONDS = 60.0
+# Without an answer from Redis, all pages fail at once: not because of a pause of a busy machine.
+SNAPSHOT_REDIS_SECONDS = 3.0
 BACKLOG = 128
 
 log = logging.getLogger("forq.web")
@@ -53,6 +55,7 @@ def run_service(context: Context, settings: WebSettings, listener: socket.socket
         board=context.scoreboard,
         stats=context.stats or AttemptStats(),
         name="forq-web",
+        redis_seconds=SNAPSHOT_REDIS_SECONDS,
     )
     feed = Feed(
         source,

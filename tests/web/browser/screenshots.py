@@ -5,6 +5,7 @@ With --docs only those of the guide, of a machine with a neutral name (needs roo
 
 import argparse
 import base64
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -23,6 +24,8 @@ DOC_PAGES = {"/": "dashboard-overview", "/queues/reports/job?id=report-2026-10":
 DOC_WIDTH = 1280
 DOC_MAX_BYTES = 200_000
 DOC_HOST = "worker-1"
+# A rate that is not 0.
+RATE = re.compile("[1-9][0-9.]*/s")
 # Between two jobs in the pictures of the guide.
 JOB_SECONDS = 0.03
 # Longer pages are cut.
@@ -43,6 +46,8 @@ def shoot(browser: Browser, file: Path, width: int) -> None:
     browser.resize(width, MIN_HEIGHT)
     height = min(MAX_HEIGHT, int(browser.run("return document.documentElement.scrollHeight")))
     browser.resize(width, height)
+    # Without a frame between, tables that scroll are sometimes empty in the picture.
+    browser.driver.execute_async_script("requestAnimationFrame(() => requestAnimationFrame(arguments[0]))")
     answer = browser.driver.execute_cdp_cmd("Page.captureScreenshot", {"format": "png", "captureBeyondViewport": False})
     file.write_bytes(base64.b64decode(answer["data"]))
     browser.resize(width)
@@ -69,7 +74,7 @@ def shoot_docs(browser: Browser, stage: Stage, directory: Path) -> None:
     for path, name in DOC_PAGES.items():
         browser.open(path)
         with busy(stage):
-            wait_until(lambda: "/s" in browser.text(".tiles") or path != "/", what="jobs are done")  # noqa: B023
+            wait_until(lambda: path != "/" or RATE.search(browser.text(".tiles")), what="jobs are done")  # noqa: B023
             file = directory / f"{name}.png"
             shoot(browser, file, DOC_WIDTH)
         assert file.stat().st_size < DOC_MAX_BYTES, f"{file} has {file.stat().st_size} bytes"

@@ -153,4 +153,5 @@ def test_a_job_is_found_by_its_id_in_all_queues(browser: Browser, stage: Stage) 
 def test_a_job_which_is_gone_has_a_page_that_explains_it(browser: Browser, stage: Stage) -> None:
     open_job(browser, "bench", "never-there")
     assert "never-there" in browser.banner
+    assert not browser.has(LOG)
     assert not browser.has("main form")

@@ -22,7 +22,7 @@ from tests.web.browser.stage import WAITING, Stage, utc_minute
 def test_each_state_has_a_list(browser: Browser, stage: Stage, queue: str, state: str, job: str) -> None:
     browser.open(f"/queues/{queue}")
     browser.press_button("Kept" if state == "done" else state.capitalize(), ".tiles")
-    assert browser.title == f"{queue} {state}"
+    assert browser.title == f"{queue} {state} jobs"
     assert browser.text(".tabs [aria-current]").split()[0] == state
     assert any(key.startswith(job) for key in browser.row_keys())
 

@@ -111,6 +111,13 @@ def test_question_mark_shows_the_help_and_escape_closes_it(browser: Browser, sta
     assert not browser.has("dialog[open]")
 
 
+def test_the_help_fits_a_phone(browser: Browser, stage: Stage) -> None:
+    browser.resize(390, 800)
+    browser.open("/")
+    browser.find("#help").click()
+    assert browser.run("const help = document.querySelector('dialog'); return help.scrollWidth <= help.clientWidth")
+
+
 def test_letters_with_modifiers_are_left_to_the_browser(browser: Browser, stage: Stage) -> None:
     browser.open("/")
     ActionChains(browser.driver).key_down(Keys.ALT).send_keys("j").key_up(Keys.ALT).perform()

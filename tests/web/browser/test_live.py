@@ -31,7 +31,7 @@ def test_a_page_changes_without_a_reload(browser: Browser, stage: Stage) -> None
     browser.wait_for_stream()
     stay(browser)
     job, gate = stage.hang(fraction=0.25, text="a quarter")
-    browser.wait_for_text("25 % a quarter", row(job))
+    browser.wait_for_text("25 %, a quarter", row(job))
     gate.touch()
     browser.wait_for_text("No job is running", RUNNING)
     browser.open("/")

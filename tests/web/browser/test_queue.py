@@ -36,7 +36,7 @@ def test_running_jobs_show_their_progress_and_process(browser: Browser, stage: S
     browser.open("/queues/reports")
     pid = stage.forq.child("reports")["pid"]
     cells = browser.cells("report-2026-10")
-    assert "40 % page 12 of 30" in cells[1]
+    assert "40 %, page 12 of 30" in cells[1]
     assert cells[3] == str(pid)
     browser.press_button("report-2026-10", row("report-2026-10"))
     assert browser.title == "report-2026-10"

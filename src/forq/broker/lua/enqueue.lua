@@ -140,8 +140,8 @@ end
 --          job waits for, 'WHEN USE KIND NAME NAME …' (flows.lua)
 -- Returns  {OK, mark, index, id, index, id ...}: the jobs (from 1) whose token is known, with the stored id, and those
 --          left out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index};
---          {TOO_LARGE, index, max_data}; {NOT_IN_MODE, mode} for options in another mode than work; {LATE}: after UNTIL,
---          or in another epoch; {FLOWS_OFF}; {UNKNOWN_DEPENDENCY, index, id, 1 if ends are remembered};
+--          {TOO_LARGE, index, max_data}; {NOT_IN_MODE, mode} for options in another mode than work; {LATE}: after
+--          UNTIL, or in another epoch; {FLOWS_OFF}; {UNKNOWN_DEPENDENCY, index, id, 1 if ends are remembered};
 --          {RESULT_NOT_KEPT, index, id}: the result of that dependency is not kept
 --          mark: EPOCH ' ' FENCE ' ' ENQUEUED_US, followed by ' ' INDEX ':' ENQUEUED_US for each job that was updated,
 --          and ' ' INDEX ':' ENQUEUED_US ':' AHEAD_US for each blocked one: its time and that of the active job. The

@@ -61,8 +61,8 @@ function timers.promote()
   journal.note_ids('promoted', 0, promoted)
 end
 
--- run_now: makes a scheduled job ready before its time: one enqueued with a time ahead, or one that waits for its retry.
--- Its counts stay, and it goes where promote would put it.
+-- run_now: makes a scheduled job ready before its time: one enqueued with a time ahead, or one that waits for its
+-- retry. Its counts stay, and it goes where promote would put it.
 -- KEYS[1]  the queue's base
 -- ARGV     id
 -- Returns  {OK, 1 ready | 0 no such job}; {NOT_SCHEDULED, its state}; {NO_QUEUE}
@@ -188,8 +188,8 @@ function schedules.is_paused(name)
   return redis.call('HEXISTS', key('schedules:paused'), name) == 1
 end
 
--- `every_ms`: nil for a cron rule, whose next tick is `cron_ms` (nil: none). An interval is due at once if it never ran,
--- else one interval after its last run.
+-- `every_ms`: nil for a cron rule, whose next tick is `cron_ms` (nil: none). An interval is due at once if it never
+-- ran, else one interval after its last run.
 function schedules.first_tick(name, every_ms, cron_ms)
   if not every_ms then return cron_ms end
   local last_run_ms = tonumber(string.match(redis.call('HGET', key('schedules:runs'), name) or '0', '^%d+'))
