@@ -235,6 +235,22 @@ class QueueStatus(TypedDict):
     overdue: int
 
 
+class BatchInfo(TypedDict):
+    """A batch and its members: all, those that have not ended, and how the others have ended. `progress`: the share
+    that has ended."""
+
+    id: str
+    queue: str
+    state: Literal["open", "sealed", "cancelled", "done", "failed", "abandoned"]
+    members: int
+    open: int
+    done: int
+    dead: int
+    other: int
+    progress: float
+    ended_at: float | None
+
+
 class ScheduleInfo(TypedDict, total=False):
     """A schedule. A broken one has only `queue`, `key`, `rule` (None), `origin`, `error`, its times and counts."""
 

@@ -156,6 +156,19 @@ class UnknownDependency(UnknownJob):
     code = "unknown_dependency"
 
 
+class UnknownBatch(ForqError):
+    """The queue has no such batch."""
+
+    code = "unknown_batch"
+    exit_code = 4
+
+
+class BatchEnded(ForqError):
+    """The batch takes no more members."""
+
+    code = "batch_ended"
+
+
 class FlowsOff(ForqError):
     """The queue has flows = off: its jobs cannot wait for others."""
 

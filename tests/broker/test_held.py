@@ -360,7 +360,7 @@ def test_a_waiter_of_a_held_job_gets_its_end(queue: OneQueue) -> None:
 
 
 def test_results_as_the_first_argument_are_marked(queue: OneQueue, worker: HandWorker) -> None:
-    job = new_job({}, id="b")._replace(after=f"done {AS_LIST} job a")
+    job = new_job({}, id="b")._replace(after=f"done {AS_LIST} ja")
     store(queue, new_job(1, id="a"), job)
     worker.turn(1)
     record = worker.consumer.turn(9, [b"a", worker.fence, 7], [], 0, 1, [1, b"4"]).jobs[1]

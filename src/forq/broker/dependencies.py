@@ -1,7 +1,7 @@
 """What a new job waits for: checks `after=` and packs it for enqueue.lua (lua/flows.lua)."""
 
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
 from forq.errors import UsageError
 from forq.values import check_job_id, shown
@@ -16,16 +16,15 @@ NOT_USED, READ, AS_ARGUMENT, AS_LIST = 0, 1, 2, 3
 
 
 class After(NamedTuple):
-    """Checked dependencies of a new job, in order."""
+    """Checked dependencies of a new job, in order. `words`: as enqueue.lua reads them (flows.read_after)."""
 
-    names: tuple[str, ...]
+    words: tuple[str, ...]
     when: str = "done"
     use: int = NOT_USED
-    kind: str = "job"
 
     def pack(self) -> str:
         """As enqueue.lua reads it; '' for no dependencies."""
-        return f"{self.when} {self.use} {self.kind} {' '.join(self.names)}" if self.names else ""
+        return f"{self.when} {self.use} {' '.join(self.words)}" if self.words else ""
 
 
 def check_after(after: Any, when: object = "done", *, use: int = NOT_USED, queue: str | None = None) -> After:
@@ -33,18 +32,18 @@ def check_after(after: Any, when: object = "done", *, use: int = NOT_USED, queue
     if when not in get_args(When):
         raise UsageError(f"when {shown(when)} is not allowed: {', '.join(map(repr, get_args(When)))}")
     given = [after] if isinstance(after, str) or not isinstance(after, Iterable) else list(after)
-    ids = tuple(dict.fromkeys(_id_of(each, queue) for each in given))
-    if len(ids) > MAX_DEPENDENCIES:
+    words = tuple(dict.fromkeys(_word_of(each, queue) for each in given))
+    if len(words) > MAX_DEPENDENCIES:
         raise UsageError(
-            f"after: {len(ids)} jobs are too many for one job to wait for: at most {MAX_DEPENDENCIES}; "
+            f"after: {len(words)} jobs are too many for one job to wait for: at most {MAX_DEPENDENCIES}; "
             "let jobs in between wait for groups of them, or use a batch"
         )
-    return After(ids, str(when), use)
+    return After(words, str(when), use)
 
 
-def _id_of(given: Any, queue: str | None) -> str:
+def _word_of(given: Any, queue: str | None) -> str:
     if isinstance(given, str):
-        return check_job_id(given, "after: job id")
+        return f"j{check_job_id(given, 'after: job id')}"
     if not isinstance(job_id := getattr(given, "id", None), str) or not hasattr(given, "queue"):
         raise UsageError(f"after: {shown(given)} is not allowed: ids of jobs of the same queue, or their refs")
     if queue is not None and given.queue != queue:
@@ -52,4 +51,5 @@ def _id_of(given: Any, queue: str | None) -> str:
             f"after: job {job_id!r} is in queue {given.queue!r}, but a job of queue {queue!r} can wait for jobs of its "
             "own queue only; a batch has jobs of any queues"
         )
-    return check_job_id(job_id, "after: job id")
+    kind = "b" if getattr(given, "is_batch", False) else "j"
+    return f"{kind}{check_job_id(job_id, 'after: job id')}"

@@ -41,6 +41,7 @@ class NewJob(NamedTuple):
     run_at: str  # ms; '+ms' from now; '' at once
     options: str = ""  # its own (job_options.pack_options)
     after: str = ""  # what it waits for (dependencies.After.pack)
+    edges: tuple[str, ...] = ()  # what waits for it, such as its batch (lua/flows.lua)
 
 
 class JobIdentity(NamedTuple):
@@ -325,9 +326,9 @@ class Producer:
 
     def _store(self, jobs: list[NewJob], policy: str) -> list[Any]:
         args: list[Any] = []
-        for job_id, priority, body, token, run_at, options, after in jobs:
-            if after:
-                args += (job_id, f"{priority} {run_at} {token} {options}\n{after}", body)
+        for job_id, priority, body, token, run_at, options, after, edges in jobs:
+            if after or edges:
+                args += (job_id, "\n".join((f"{priority} {run_at} {token} {options}", after, *edges)), body)
             elif options:
                 args += (job_id, f"{priority} {run_at} {token} {options}", body)
             else:

@@ -18,7 +18,9 @@ An event is a verb, a fence (0 where none applies) and its subjects. The last ve
     unblocked 0 ID ID …               ready: the blocked enqueue is now a job (the other has ended)
     merged 0 ID                       (the blocked enqueue has updated the active job; `retried` or `returned` follows)
     withdrawn 0 ID                    (the blocked enqueue was cancelled)
-    held 0 ID WHEN ID ID …            it waits for the jobs that follow; after `enqueued`, and again after `updated`
+    held 0 ID WHEN ID ID …            it waits for the jobs that follow; after `enqueued`, and again after `updated`.
+                                      'WHEN+': also for others than jobs of this queue
+    batch_opened 0 BATCH    batch_ended 0 BATCH HOW MEMBERS
     met 0 ID                          ready: what it waited for has ended as required
     unmet 0 ID ID HOW                 that job ended as HOW, so it can never run: `claimed` and `dead` follow
     options 0 ID OPTIONS              (the job's own options are now these, '-' for none: job_options.py). In the entry
@@ -219,7 +221,9 @@ def _shapes() -> dict[str, tuple[re.Pattern[str], Callable[[str], list[_Subject]
         "updated blocked merged withdrawn met dropped": (r"(0)", one, _ids),
         "marked failing revived discarded forgotten": (rf"({_NUMBER})", one, _ids),
         "scheduled": (r"(0)", rf"({_ID} [0-9]{{1,15}})", _scheduled),
-        "held": (r"(0)", rf"({_ID} (?:done|ended|dead)(?: {_ID})+)", _held),
+        "held": (r"(0)", rf"({_ID} (?:done|ended|dead)\+?(?: {_ID})*)", _held),
+        "batch_opened": (r"(0)", rf"({_ID})", _of_queue),
+        "batch_ended": (r"(0)", rf"({_ID} [a-z]+ {_NUMBER})", _of_queue),
         "unmet": (r"(0)", rf"({_ID} {_ID} [a-z]+)", _held),
         "claimed": (rf"({_NUMBER})", rf"([0-9]{{1,9}}(?: {_ID})+)", _claimed),
         "done": (rf"({_NUMBER})", rf"({_ID} {_MICROS}(?: {_ID} {_MICROS})*)", _timed),

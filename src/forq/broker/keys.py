@@ -24,6 +24,13 @@ QUEUE_KEYS = (
     "sources",  # hash: a job that others wait for -> its groups of edges
     "edges",  # hash: GROUP INDEX -> an edge to a held job
     "resolving",  # list: groups of edges whose source has ended, for pulse
+    "batches",  # hash: batch -> STATE USE ADDED OPEN DONE DEAD OTHER AT_MS
+    "batch:members",  # hash: BATCH NUMBER -> QUEUE ID of a member that has not ended
+    "batch:results",  # hash: BATCH NUMBER -> how a member ended, and its result
+    "batch:children",  # hash: BATCH NUMBER -> members that this one added; BATCH NUMBER.N -> the number of one of them
+    "checks",  # zset: batches and held jobs, by the time (ms) at which they are looked after
+    "reports",  # hash: queue -> 1, of queues with reports
+    "reports:QUEUE",  # list: ends that this queue waits for
     "ends",  # hash: id -> how it ended, of the last jobs
     "ends:old",  # hash: of those before
     "stale",  # hash: PRIORITY:ID -> number of hints to ignore; swept -> number of hints in all :swept lists
@@ -230,6 +237,14 @@ def handed_channel(base: str, db: int, clerk: str) -> str:
 def handed_channels(prefix: str, db: int, clerk: str) -> str:
     """The pattern of all queues' channels for the awaiters of a clerk."""
     return f"{prefix}queue:*@{db}:handed:{clerk}"
+
+
+# Before the queue's name in the name of a list of reports.
+QUEUE_OF_REPORTS = "reports:"
+
+
+def reports_key(base: str, destination: str) -> str:
+    return f"{base}:{QUEUE_OF_REPORTS}{destination}"
 
 
 def outbox_key(base: str) -> str:

@@ -8,6 +8,7 @@ import orjson
 
 from forq.broker.keys import queue_base, workers_key
 from forq.broker.link import Link
+from forq.broker.reports import Reports
 from forq.broker.schedules import Ticker
 from forq.broker.scripts import FENCED, NO_QUEUE, OK, Fate, error_for, read_fates, script
 from forq.errors import Fenced, ForqError, RedisUnavailable
@@ -50,6 +51,8 @@ class Heartbeat:
     retry_wanted: bool = False
     # Jobs that were running in evicted processors.
     lost: Sequence[tuple[str, Fate]] = ()
+    # Ends that other queues wait for have not been delivered.
+    has_reports: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +81,7 @@ class WorkerRecovery:
     2. Recovers the jobs of dead workers; rescues unstarted jobs of held-up ones.
     3. Evicts processors that are known to be gone.
     4. Promotes due jobs and fires ticks.
+    5. Delivers ends of jobs to other queues.
     """
 
     def __init__(self, link: Link, prefix: str, processor: str) -> None:
@@ -85,6 +89,7 @@ class WorkerRecovery:
         self._prefix = prefix
         self.processor = processor
         self._ticker = Ticker(link, prefix)
+        self._reports = Reports(link, prefix)
 
     def heartbeat(self, queue: str, expiry_ms: int, positions: list[Position]) -> Heartbeat:
         reply = self._link.run(script("heartbeat"), *self._heartbeat_args(queue, expiry_ms, positions))
@@ -142,11 +147,18 @@ class WorkerRecovery:
         turns = {worker.decode(): int(turn) for worker, turn in zip(unread[::2], unread[1::2], strict=True)}
         evicted, wanted = [processor.decode() for processor in reply[1]], reply[6]
         main_wanted, retry_wanted, lost = bool(wanted & 1), bool(wanted & 2), _read_lost(reply[7])
-        return Heartbeat(evicted, due_ms, bool(reply[3]), turns, reply[5], main_wanted, retry_wanted, lost)
+        return Heartbeat(evicted, due_ms, bool(reply[3]), turns, reply[5], main_wanted, retry_wanted, lost, bool(reply[8]))
 
     def promote(self, queue: str) -> int | None:
         """Promotes due jobs and fires ticks; returns the ms until the next is due (None: there is none)."""
-        return self._ticker.promote(queue)
+        wait_ms = self._ticker.promote(queue)
+        if self._ticker.to_verify:
+            self._reports.verify(queue, self._ticker.to_verify)
+        return wait_ms
+
+    def deliver(self, queue: str) -> bool:
+        """Delivers a part of the queue's reports to other queues; returns whether there are more."""
+        return self._reports.deliver(queue)
 
     def recover(
         self,

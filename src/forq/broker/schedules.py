@@ -264,7 +264,7 @@ class DueTick:
 
 def due_ticks(reply: list[Any]) -> list[DueTick]:
     """The due ticks in a reply of promote."""
-    ticks = zip(reply[3::3], reply[4::3], reply[5::3], strict=True)
+    ticks = zip(reply[4::3], reply[5::3], reply[6::3], strict=True)
     return [DueTick(key.decode(errors="replace"), int(float(tick)), head) for key, tick, head in ticks]
 
 
@@ -280,6 +280,8 @@ class Ticker:
         self._chance = chance
         # queue -> schedule -> the tick that could not be fired and the logged error.
         self._logged: dict[str, dict[str, tuple[int, str]]] = {}
+        # Batches and held jobs that the last call of promote wants to be verified.
+        self.to_verify: list[str] = []
 
     def promote(self, queue: str) -> int | None:
         """Promotes due jobs and fires ticks; returns the ms until the next call (None: nothing is scheduled).
@@ -290,12 +292,14 @@ class Ticker:
         base = queue_base(self._prefix, queue)
         refused: dict[str, tuple[int, str]] = {}
         wait_ms = None
+        self.to_verify = []
         for _ in range(PROMOTE_CALLS):
             reply = self._link.run(script("promote"), base, *refused)
             if reply[0] == NO_QUEUE:
                 self._logged.pop(queue, None)
                 return None
             wait_ms = None if reply[1] < 0 else int(reply[1])
+            self.to_verify += [what.decode() for what in reply[3]]
             due = due_ticks(reply)
             for number, tick in enumerate(due):
                 try:

@@ -17,6 +17,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple
 
 from forq.errors import (
+    BatchEnded,
     BeingDeleted,
     Exists,
     Fenced,
@@ -31,6 +32,7 @@ from forq.errors import (
     TooLate,
     TooManyQueues,
     TooManySchedules,
+    UnknownBatch,
     UnknownDependency,
     UnknownQueue,
     UnknownSchedule,
@@ -71,16 +73,18 @@ TOO_MANY_REQUESTS = -61
 FLOWS_OFF = -70
 UNKNOWN_DEPENDENCY = -71
 RESULT_NOT_KEPT = -72
+NO_BATCH = -73
+BATCH_ENDED = -74
 
 LUA_CONSTANTS = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, int)}
 LUA_CONSTANTS.pop("PROTOCOL")
 
 FILES = (
-    *("call", "journal", "records", "hints", "limits", "results", "claims", "failures", "flows"),
+    *("call", "journal", "records", "hints", "limits", "results", "claims", "failures", "flows", "batches"),
     *("leases", "schedules", "release", "recovery", "control", "queues", "enqueue", "turn", "verbs"),
 )
 # Lua allows 200 local variables per function. Those of the other files are their own: each is a block.
-SHARED = ("call", "records", "hints", "limits", "results", "claims", "recovery", "verbs")
+SHARED = ("call", "records", "hints", "limits", "results", "claims", "recovery", "flows", "verbs")
 # An entry of the table in verbs.lua: name, function, flag.
 _VERB = re.compile(r"^  \{ '(\w+)', \w+, '([a-z-]*)' \},$", re.MULTILINE)
 
@@ -194,11 +198,20 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         since = f"its queue did not remember ended jobs before; from now on: forqctl set {queue} flows=on"
         if detail[2]:
             since = "it never existed, or ended before the last 50,000 jobs"
+        if detail[2] == 2:
+            return UnknownBatch(f"queue {queue!r} has no batch {detail[1]!r} to wait for; nothing was stored")
         return UnknownDependency(f"queue {queue!r} has no job {detail[1]!r} to wait for: {since}; nothing was stored")
     if code == RESULT_NOT_KEPT:
         return UsageError(
             f"the result of job {detail[1]!r} of queue {queue!r} is not kept: enqueue the job that uses it before that "
             f"one runs, or keep results: forqctl set {queue} keep_done=1h; nothing was stored"
+        )
+    if code == NO_BATCH:
+        return UnknownBatch(f"queue {queue!r} has no such batch: it never existed, or ended more than a day ago")
+    if code == BATCH_ENDED:
+        return BatchEnded(
+            f"that batch of queue {queue!r} takes no more members: it is sealed, cancelled or has ended; a running "
+            "member may add some"
         )
     if code == LATE:
         return TooLate(f"the time to repeat an enqueue to queue {queue!r} is over, or the queue was deleted meanwhile")

@@ -49,6 +49,7 @@ PROMOTE_AGAIN_MS = 250
 # Messages on a queue's `due` channel besides a delay in ms. Every client may publish there, so they are validated.
 QUEUE_CREATED = "new"
 FAIL_JOB_STORED = "fail"
+REPORT_STORED = "report"
 _CLAIM = re.compile(r"look (\S{1,100}) ([0-9]{1,16})")
 _MILLISECONDS = re.compile(r"[0-9]{1,16}")
 # How long an idle retry process may take to claim a fail job.
@@ -79,7 +80,8 @@ class Pulse:
     2. Recovers workers whose process has ended. The supervisor repeats the request until Redis has accepted it. Their
        lists are drained again shortly after: Redis may still serve a pending BLMOVE to a dead connection.
     3. Rescues unstarted jobs of live workers (rescue.py).
-    4. Keeps a timer per queue for its next scheduled job or tick, and promotes or fires it on time.
+    4. Keeps a timer per queue for its next scheduled job or tick, and promotes or fires it on time. Delivers ends of
+       jobs to the queues that wait for them.
     5. Notifies the supervisor of suspects, and of fail jobs that wait for a busy retry process.
     6. Notifies the supervisor when Redis comes back or has lost its functions: clients may lack the right to load them.
     7. Finds queues of release modes that are not served here, and queues that were left incomplete.
@@ -260,6 +262,8 @@ class Pulse:
         else:
             self._set_timer(queue, beat.due_ms)
             self._unread.suspect(queue, beat.unread)
+            if beat.has_reports:
+                self._later(0, partial(self._deliver, queue))
             if beat.more:
                 self._later(0, partial(self._send_heartbeats, [queue]))
             if beat.helpers_wanted and queue == main_queue(queue):
@@ -351,6 +355,8 @@ class Pulse:
                 self._set_timer(queue, min(int(message), LONGEST_TIMER_MS))
             elif message == FAIL_JOB_STORED:
                 self._fail_job_stored(queue)
+            elif message == REPORT_STORED and queue in self._queues:
+                self._later(0, partial(self._deliver, queue))
 
     def _set_timer(self, queue: str, delay_ms: int | None) -> None:
         """Keeps one timer per queue, the earliest."""
@@ -371,6 +377,12 @@ class Pulse:
             except RedisUnavailable:
                 # Due jobs stay due; heartbeats report the failure.
                 self._set_timer(queue, PROMOTE_AGAIN_MS)
+
+    def _deliver(self, queue: str) -> None:
+        """Ends of jobs go to the queues that wait for them. After a failure of Redis the next heartbeat repeats it."""
+        with suppress(RedisUnavailable):
+            if self._recovery.deliver(queue):
+                self._later(0, partial(self._deliver, queue))
 
     def _fail_job_stored(self, queue: str) -> None:
         """Schedules a heartbeat, late enough that an idle retry process has claimed the job by then."""

@@ -7,7 +7,7 @@
 
 local journal, records, attempts, hints, limits, timers, schedules, blocked = {}, {}, {}, {}, {}, {}, {}, {}
 local progress, waiters, done, awaiters, leases, claims, failures, dead = {}, {}, {}, {}, {}, {}, {}, {}
-local recovery, turns, control, flows, verbs = {}, {}, {}, {}, {}
+local recovery, turns, control, flows, batches, verbs = {}, {}, {}, {}, {}, {}
 
 -- Key names and options per queue base. Options are valid for one epoch and version. The field `options` of `counts`
 -- has both, and every call reads it again, so a call never sees stale options.

@@ -135,9 +135,9 @@ end
 --          update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), separated by spaces;
 --          then, for jobs with tokens that may be sent again: [' ' UNTIL ' ' KEEP_UNTIL ' ' EPOCH]. The call is refused
 --          after UNTIL (ms) and in another epoch; its tokens are kept beyond KEEP_UNTIL (ms), whatever dedup_ttl is
---          head: PRIORITY, or PRIORITY ' ' RUN_AT ' ' TOKEN [' ' OPTIONS] ['\n' AFTER]; RUN_AT (ms; '+ms' from now)
---          and TOKEN may be empty; OPTIONS: the job's own (records.lua), with 'x=' followed by ms; AFTER: what a new
---          job waits for, 'WHEN USE KIND NAME NAME …' (flows.lua)
+--          head: PRIORITY, or PRIORITY ' ' RUN_AT ' ' TOKEN [' ' OPTIONS] ['\n' AFTER ['\n' EDGE]]; RUN_AT (ms; '+ms'
+--          from now) and TOKEN may be empty; OPTIONS: the job's own (records.lua), with 'x=' followed by ms; AFTER:
+--          what a new job waits for (flows.read_after); EDGE: an edge that begins at it, such as to its batch
 -- Returns  {OK, mark, index, id, index, id ...}: the jobs (from 1) whose token is known, with the stored id, and those
 --          left out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index};
 --          {TOO_LARGE, index, max_data}; {NOT_IN_MODE, mode} for options in another mode than work; {LATE}: after
@@ -178,9 +178,18 @@ function verbs.enqueue()
   local function read_head(head)
     if #head == 1 then return head, 0, '', '', '', '' end
     local priority, from_now, ms, token, given, after =
-      string.match(head, '^(%d) (%+?)(%d*) ([^ \n]*) ?([^\n]*)\n?(.*)$')
+      string.match(head, '^(%d) (%+?)(%d*) ([^ \n]*) ?([^\n]*)\n?([^\n]*)')
     local run_at = (tonumber(ms) or 0) + (from_now == '+' and now_ms or 0)
     return priority, run_at, token, records.start_expiry(given, run_at), given, after
+  end
+
+  -- The edges that begin at a new job, one per line.
+  local function edges_of(head)
+    local lines = {}
+    for line in string.gmatch(string.match(head, '^[^\n]*\n[^\n]*\n(.*)$') or '', '[^\n]+') do
+      lines[#lines + 1] = line
+    end
+    return lines
   end
 
   local function read_dispatch(at)
@@ -214,7 +223,7 @@ function verbs.enqueue()
 
   local reply, new, changes, seen, tokens, longest = { OK, mark }, {}, {}, {}, {}, 0
   -- What new jobs wait for, by their place in ARGV; and their places in order.
-  local afters, waiting_at = {}, {}
+  local afters, waiting_at, sources_at = {}, {}, {}
   for i = 1, count do
     local at = FIRST + WIDTH * (i - 1)
     local id, body, _, _, token, own_options, _, after = ARGV[at], ARGV[at + 2], read_head(ARGV[at + 1])
@@ -228,7 +237,8 @@ function verbs.enqueue()
       reply[#reply + 1] = stored or ''
     elseif existing[i] or seen[id] then
       -- A job gets its dependencies at its birth only, so they cannot form a cycle.
-      if if_exists == 'refuse' or (after ~= '' and if_exists == 'update') then return { EXISTS, i } end
+      local bound = string.find(ARGV[at + 1], '\n', 1, true)
+      if if_exists == 'refuse' or (bound and if_exists == 'update') then return { EXISTS, i } end
       if if_exists == 'update' then changes[#changes + 1] = at end
     else
       if after ~= '' then
@@ -239,6 +249,8 @@ function verbs.enqueue()
         if refusal then return refusal end
         waiting_at[#waiting_at + 1] = at
       end
+      local edges = #ARGV[at + 1] > 1 and edges_of(ARGV[at + 1]) or {}
+      if #edges > 0 then sources_at[#sources_at + 1] = { id, edges } end
       seen[id] = true
       new[#new + 1] = at
     end
@@ -267,7 +279,7 @@ function verbs.enqueue()
 
   records.note_size(longest, base)
   for token, id in pairs(tokens) do redis.call('SET', token_key(token), id, 'PX', dedup_ttl_ms) end
-  if #waiting_at > 0 then flows.switch_on() end
+  if #waiting_at + #sources_at > 0 then flows.switch_on() end
 
   local function store_new()
     if #new == 0 then return end
@@ -370,6 +382,7 @@ function verbs.enqueue()
     end
     times[i + 1] = (at - FIRST) / WIDTH + 1 .. ':' .. time
   end
+  for _, source in ipairs(sources_at) do flows.add_edges(source[1], source[2], flows.wants_result(source[2])) end
   for _, at in ipairs(waiting_at) do flows.connect(ARGV[at], afters[at], stored_us) end
   flows.resolve()
   hints.wake_idle(NOTIFY_AWAITERS)

@@ -378,7 +378,8 @@ end
 -- forget: removes lines that are on disk from the list they were read from, if they are still at its head. So repeating
 -- it is harmless. Also for lines of a deleted queue.
 -- KEYS[1]  the queue's base
--- ARGV     the list ('outbox:P' or 'trash:EPOCH:outbox'), number of lines, SHA-1 of the lines joined by newlines
+-- ARGV     the list ('outbox:P', 'trash:EPOCH:outbox' or 'reports:QUEUE'), number of lines, SHA-1 of the lines joined by
+--          newlines
 -- Returns  {OK, 1 removed | 0 not found}
 -- States   unchanged
 function verbs.forget()
@@ -386,5 +387,7 @@ function verbs.forget()
   local lines = redis.call('LRANGE', list, 0, count - 1)
   if #lines < count or redis.sha1hex(table.concat(lines, '\n')) ~= ARGV[3] then return { OK, 0 } end
   redis.call('LTRIM', list, count, -1)
+  local queue = string.match(ARGV[1], '^reports:(.*)$')
+  if queue and redis.call('EXISTS', list) == 0 then redis.call('HDEL', key('reports'), queue) end
   return { OK, 1 }
 end

@@ -1,4 +1,4 @@
--- Flows: jobs that wait for the end of others (held), and batches of jobs. One way for all ends: flows.end_jobs.
+-- Flows: jobs that wait for the end of others (held). Batches are in batches.lua. One way for all ends: flows.end_jobs.
 --
 -- A held job is in `held` and its record in `held:jobs`, not in `jobs`: nothing that counts or claims waiting jobs sees
 -- it. What it waits for are its dependencies, numbered from 1. An edge leads from a source, whose end it reports, to
@@ -7,16 +7,17 @@
 --   held        ID -> NONCE ' ' WHEN ' ' USE ' ' RUN_AT_MS ' ' COUNT ' ' OPEN. NONCE: the enqueue time (µs); an edge of
 --               an earlier job with this id has another one. COUNT: dependencies; OPEN: those that have not ended
 --   held:jobs   ID -> record; an own expiry is in ms still, since it begins when the job is ready
---   held:open   ID ' ' NUMBER -> the dependency, while it has not ended: 'job ID' or 'batch B'
+--   held:open   ID ' ' NUMBER -> the dependency, while it has not ended: 'job ID', 'batch B', or 'from QUEUE ID'
 --   inputs      ID -> COUNT ' ' USE; ID ' ' NUMBER -> HOW ' ' RESULT of a dependency: for a job that uses results
 --   sources     SOURCE -> GROUP ':' COUNT ':' USED [',' …]: its edges. SOURCE: ID (a live job), ID ' blocked' (the
---               enqueue behind an active job) or B ' batch'. USED: 1 if one of the edges wants the result
+--               enqueue behind an active job), B ' batch' (its end) or B ' deaths' (its first death). USED: 1 if one of
+--               the edges wants the result
 --   edges       GROUP ' ' INDEX -> an edge; GROUP ' result' -> the result, while the group is being resolved
 --   resolving   list: GROUP ' ' COUNT ' ' NEXT ' ' HOW of ended sources whose edges did not fit into one call
 --   ends        ID -> how it ended, of the last jobs; `ends:old`: of those before
 --
--- An edge is 'job' ID NONCE NUMBER USE, or 'batch' B NUMBER USE, or 'to' QUEUE EPOCH, followed by one of these: that
--- queue's pulse applies it (verbs.report). WHEN: 'done' (all must succeed), 'ended' or 'dead' (the first death).
+-- An edge is 'job' ID NONCE NUMBER USE, or 'batch' B NUMBER USE, or 'to' QUEUE EPOCH followed by one of these: then a
+-- report goes to that queue. WHEN: 'done' (all must succeed), 'ended' or 'dead' (the first death).
 -- USE: '0': results are not needed; '1': the handler can read them; '2', '3': its first argument is the only result, or
 -- the list of them.
 
@@ -134,11 +135,12 @@ function flows.doom(hold, dependency, how)
   local record = flows.take_hold(hold) or ''
   flows.drop_inputs(hold)
   local fence = claims.next_fence()
-  local kind, name = string.match(dependency, '^(%S+) (%S+)$')
+  local kind, queue, name = string.match(dependency, '^(%l+) (.-) ?(%S+)$')
+  local shown = (kind == 'batch' and 'batch ' or 'job ') .. name .. (queue ~= '' and ' of queue ' .. queue or '')
   local error = string.format(
-    '{"name":"DependencyFailed","message":"%s %s, for which it waited, ended as %s","kind":"dependency",'
-      .. '"traceback":null}', kind, string.gsub(name, '[\\"]', '\\%0'), how)
-  journal.note('unmet 0 ' .. hold.id .. ' ' .. name .. ' ' .. how)
+    '{"name":"DependencyFailed","message":"%s, for which it waited, ended as %s","kind":"dependency",'
+      .. '"traceback":null}', string.gsub(shown, '[\\"]', '\\%0'), how)
+  journal.note('unmet 0 ' .. hold.id .. ' ' .. (kind == 'job' and name or '-') .. ' ' .. how)
   journal.note('claimed ' .. fence .. ' 1 ' .. hold.id)
   dead.bury({
     { id = hold.id, fence = fence, micros = '-', record = record, error = error, brief = error, no_fail_job = true },
@@ -168,7 +170,7 @@ function flows.meet(id, nonce, number, use, how, result)
     redis.call('HSET', key('inputs'), field, how .. ' ' .. (result or ''))
     edge_bytes = edge_bytes + #(result or '')
   end
-  if hold.when == 'done' and not SUCCESS[how] then
+  if (hold.when == 'done' and not SUCCESS[how]) or how == 'abandoned' then
     edges_left = edges_left - EDGES_PER_BURIAL
     return flows.doom(hold, dependency, how)
   elseif hold.when == 'dead' and how == 'dead' then
@@ -190,6 +192,14 @@ function flows.add_edges(source, added, used)
   for i, edge in ipairs(added) do fields[2 * i - 1], fields[2 * i] = group .. ' ' .. i, edge end
   redis.call('HSET', key('edges'), unpack(fields))
   flows.append_groups(source, string.format('%d:%d:%d', group, #added, used and 1 or 0))
+end
+
+-- Whether one of these edges carries the result.
+function flows.wants_result(edges)
+  for _, edge in ipairs(edges) do
+    if string.sub(edge, -1) ~= '0' then return true end
+  end
+  return false
 end
 
 function flows.append_groups(source, groups)
@@ -256,8 +266,12 @@ end
 
 -- Applies an edge: its source has ended.
 function flows.apply(edge, how, result)
-  local id, nonce, number, use = string.match(edge, '^job (%S+) (%d+) (%S+) (%d)$')
-  if id then flows.meet(id, nonce, number, use, how, result) end
+  local id, nonce, number, use = string.match(edge, '^job (%S+) (%d+) (%d+) (%d)$')
+  if id then return flows.meet(id, nonce, number, use, how, result) end
+  local batch, member, batch_use = string.match(edge, '^batch (%S+) (%d+) (%d)$')
+  if batch then return batches.end_member(batch, member, batch_use, how, result) end
+  local queue, epoch_there, inner, use_there = string.match(edge, '^to (%S+) (%d+) (.* (%d))$')
+  if queue then batches.send_report(queue, epoch_there, inner, how, use_there ~= '0' and result or '') end
 end
 
 -- Follows the edges of ended sources, as many as one call may; pulse continues with the others. Jobs that end on the
@@ -299,39 +313,61 @@ function flows.continue()
   end
 end
 
--- The records of claimed jobs as their worker gets them: with 'w=1' if a dependency wants the result, and with 'i=COUNT'
--- and 'I=USE' if it uses the results of its dependencies. Stored records have neither.
+-- The records of claimed jobs as their worker gets them: with 'w=1' if a dependant wants the result, 'i=COUNT' and 'I=USE'
+-- if the job uses the results of its dependencies, and 'm=HOME:B:NUMBER' if it is a member of a batch. Stored records
+-- have none of these.
 function flows.mark_claimed(ids, claimed, offset)
   if redis.call('EXISTS', key('sources'), key('inputs')) == 0 then return end
   local groups = redis.call('HMGET', key('sources'), unpack(ids))
   local inputs = redis.call('HMGET', key('inputs'), unpack(ids))
   for i = 1, #ids do
-    local marks = flows.is_used(groups[i]) and 'w=1' or ''
+    local marks = {}
+    if flows.is_used(groups[i]) then marks[1] = 'w=1' end
     local count, use = string.match(inputs[i] or '', '^(%d+) (%d)$')
-    if count then marks = marks .. (marks ~= '' and ',' or '') .. 'i=' .. count .. ',I=' .. use end
-    local job = marks ~= '' and records.read(claimed[offset + 2 * i])
+    if count then marks[#marks + 1] = 'i=' .. count .. ',I=' .. use end
+    marks[#marks + 1] = groups[i] and flows.membership(groups[i])
+    local job = #marks > 0 and records.read(claimed[offset + 2 * i])
     if job then
-      job.options = job.options == '' and marks or job.options .. ',' .. marks
+      if job.options ~= '' then table.insert(marks, 1, job.options) end
+      job.options = table.concat(marks, ',')
       claimed[offset + 2 * i] = records.write(job)
     end
   end
 end
 
+-- The membership of a source, as in mark_claimed; nil if it is no member. It is the first edge.
+function flows.membership(groups)
+  local edge = redis.call('HGET', key('edges'), string.match(groups, '^%d+') .. ' 1') or ''
+  local home, batch, number = string.match(edge, '^to (%S+) %d+ batch (%S+) (%d+) ')
+  if not home then batch, number = string.match(edge, '^batch (%S+) (%d+) ') end
+  return batch and 'm=' .. (home or '') .. ':' .. batch .. ':' .. number
+end
+
 -- Enqueue of jobs with dependencies.
 
--- Reads 'WHEN USE KIND NAME NAME …', where KIND is 'job' or 'batch'. Returns the hold without its id.
+-- Reads 'WHEN USE WORD WORD …'. A word is 'j' ID, 'b' B or 'f' QUEUE ':' ID. Returns the hold without its id. `others`:
+-- whether some dependencies are not jobs of this queue.
 function flows.read_after(text)
-  local when, use, kind, names = string.match(text, '^(%l+) (%d) (%l+) (.+)$')
-  local dependencies = {}
-  for name in string.gmatch(names, '%S+') do dependencies[#dependencies + 1] = kind .. ' ' .. name end
-  return { when = when, use = use, dependencies = dependencies }
+  local when, use, words = string.match(text, '^(%l+) (%d)(.+)$')
+  local dependencies, others = {}, false
+  for kind, name in string.gmatch(words, ' (%l)(%S+)') do
+    others = others or kind ~= 'j'
+    if kind == 'j' then name = 'job ' .. name
+    elseif kind == 'b' then name = 'batch ' .. name
+    else name = 'from ' .. string.gsub(name, ':', ' ', 1) end
+    dependencies[#dependencies + 1] = name
+  end
+  return { when = when, use = use, dependencies = dependencies, others = others }
 end
 
 -- Checks the dependencies of a new job. `new`: ids of this call so far. Returns nil, or the refusal.
 function flows.check_dependencies(i, after, new)
   for _, dependency in ipairs(after.dependencies) do
-    local id = string.match(dependency, '^job (%S+)$')
-    if not new[id] and redis.call('HEXISTS', key('blocked'), id) == 0 and not flows.is_held(id) then
+    local kind, id = string.match(dependency, '^(%l+) (.+)$')
+    if kind == 'batch' then
+      if redis.call('HEXISTS', key('batches'), id) == 0 then return { UNKNOWN_DEPENDENCY, i, id, 2 } end
+    elseif kind == 'job' and not new[id] and not flows.is_held(id)
+      and redis.call('HEXISTS', key('blocked'), id) == 0 then
       local record = redis.call('HGET', key('jobs'), id)
       local owner = record and redis.call('HGET', key('active'), id)
       local how = not record and flows.how_ended(id)
@@ -362,18 +398,24 @@ function flows.hold(id, after, nonce)
   flows.note_held(id, after)
 end
 
+-- WHEN is followed by '+' if it waits for others than jobs of this queue, too.
 function flows.note_held(id, after)
-  local names = {}
-  for i, dependency in ipairs(after.dependencies) do names[i] = string.match(dependency, '(%S+)$') end
-  journal.note('held 0 ' .. id .. ' ' .. after.when .. ' ' .. table.concat(names, ' '))
+  local words = { 'held 0 ' .. id .. ' ' .. after.when .. (after.others and '+' or '') }
+  for _, dependency in ipairs(after.dependencies) do words[#words + 1] = string.match(dependency, '^job (%S+)$') end
+  journal.note(table.concat(words, ' '))
 end
 
 -- Once all jobs of the call are stored: connects a held job with what it waits for. What has ended counts at once.
 function flows.connect(id, after, nonce)
   for number, dependency in ipairs(after.dependencies) do
-    local name = string.match(dependency, '^job (%S+)$')
+    local kind, name = string.match(dependency, '^(%l+) (.+)$')
     local edge = 'job ' .. id .. ' ' .. nonce .. ' ' .. number .. ' ' .. after.use
-    if redis.call('HEXISTS', key('blocked'), name) == 1 then
+    if kind == 'batch' then
+      batches.connect(name, edge, after.when, { id, nonce, tostring(number), after.use })
+    elseif kind == 'from' then
+      -- The edge comes with that job, which is stored after this one.
+      batches.check_later('j' .. id)
+    elseif redis.call('HEXISTS', key('blocked'), name) == 1 then
       flows.add_edges(name .. ' blocked', { edge }, after.use ~= '0')
     elseif redis.call('HEXISTS', key('jobs'), name) == 1 or redis.call('HEXISTS', key('held'), name) == 1 then
       flows.add_edges(name, { edge }, after.use ~= '0')
@@ -402,10 +444,13 @@ function flows.update_held(dispatch)
   flows.write_hold(hold)
   if job.options ~= before then records.note_options(id, records.drop_expiry(job.options), true) end
   journal.note('updated 0 ' .. id)
-  local open_ones = {}
+  local open_ones, others = {}, false
   for _, dependency in ipairs(redis.call('HMGET', key('held:open'), unpack(flows.numbered(hold)))) do
-    if dependency then open_ones[#open_ones + 1] = dependency end
+    if dependency then
+      open_ones[#open_ones + 1] = dependency
+      others = others or string.sub(dependency, 1, 4) ~= 'job '
+    end
   end
-  flows.note_held(id, { when = hold.when, dependencies = open_ones })
+  flows.note_held(id, { when = hold.when, dependencies = open_ones, others = others })
   return job.enqueued_us
 end

@@ -237,6 +237,9 @@ function verbs.delete()
   redis.call('UNLINK', key('schedules'), key('schedules:next'), key('schedules:runs'), key('schedules:paused'))
   redis.call('UNLINK', key('held'), key('held:jobs'), key('held:open'), key('inputs'), key('sources'), key('edges'),
     key('resolving'), key('ends'), key('ends:old'))
+  for _, queue in ipairs(redis.call('HKEYS', key('reports'))) do redis.call('UNLINK', key_of('reports', queue)) end
+  redis.call('UNLINK', key('reports'), key('batches'), key('batch:members'), key('batch:results'),
+    key('batch:children'), key('checks'))
   redis.call('UNLINK', key('active'), key('progress'), key('scheduled'), key('attempts'), key('blocked'), key('retry'),
     key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('limited'),
     key('options'), key('counts'), key('processed:count'),

@@ -114,7 +114,10 @@ function timers.next_ms(ticks_known)
   end
   local least = ticks_known and '(' .. string.format('%.0f', now_ms) or '-inf'
   consider(tonumber(redis.call('ZRANGEBYSCORE', key('schedules:next'), least, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]))
-  if flows_on and redis.call('EXISTS', key('resolving')) == 1 then consider(now_ms) end
+  if flows_on then
+    if redis.call('EXISTS', key('resolving')) == 1 then consider(now_ms) end
+    consider(timers.head_ms('checks'))
+  end
   -- The limits were lifted, and some workers are not woken yet.
   if rate_count + max_active == 0 and redis.call('EXISTS', key('limited')) == 1 then consider(now_ms) end
   if rate_count > 0 and (redis.call('EXISTS', key('limited')) == 1 or suspect_hints + in_lane > 0
@@ -357,8 +360,8 @@ end
 -- ticks. Pulse calls it on time.
 -- KEYS[1]  the queue's base
 -- ARGV     schedules that the caller cannot fire
--- Returns  {OK, ms until the next call (-1: nothing is timed), now (ms), then KEY, tick (ms) and head of each other due
---          schedule}; {NO_QUEUE}
+-- Returns  {OK, ms until the next call (-1: nothing is timed), now (ms), what pulse has to verify (batches.tend), then
+--          KEY, tick (ms) and head of each other due schedule}; {NO_QUEUE}
 -- States   scheduled -> waiting; active -> waiting (lease lapsed, also stalled); waiting, retry -> dead (item_timeout)
 function verbs.promote()
   if not epoch then return { NO_QUEUE } end
@@ -368,7 +371,8 @@ function verbs.promote()
   limits.wake_if_lifted()
   done.expire(TRIMMED_DONE_PER_CALL)
   flows.continue()
+  local to_verify = batches.tend()
   hints.wake_idle(NOTIFY_AWAITERS, WAKE_LIMITED)
   journal.write('-')
-  return schedules.add_due({ OK, timers.next_ms(true), now_ms }, ARGV)
+  return schedules.add_due({ OK, timers.next_ms(true), now_ms, to_verify }, ARGV)
 end

@@ -1,0 +1,108 @@
+"""Ends of jobs that another queue waits for: takes the reports of a queue to their destinations, and looks after members
+and dependencies whose report may never come. Called by pulse; lua/batches.lua has the data.
+
+A report may be delivered twice: its edge counts once. It is forgotten only when its destination has it.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from forq.broker.keys import QUEUE_OF_REPORTS, queue_base, reports_key
+from forq.broker.link import READ_BYTES, Link
+from forq.broker.scripts import NO_QUEUE, OK, error_for, script
+
+# Lines per call, at first and at most; long results make it fewer.
+FIRST_LINES, MOST_LINES = 20, 500
+NUMBERS_PER_CALL = 500
+
+
+class Reports:
+    """Delivers reports, and verifies that those which are awaited can still come."""
+
+    def __init__(self, link: Link, prefix: str) -> None:
+        self._link = link
+        self._prefix = prefix
+
+    def deliver(self, queue: str) -> bool:
+        """Delivers a part of the reports of this queue; returns whether there are more."""
+        base, more = queue_base(self._prefix, queue), False
+        for destination in self._link.call("HKEYS", f"{base}:reports"):
+            more |= self._deliver_to(base, destination.decode())
+        return more
+
+    def _deliver_to(self, base: str, destination: str) -> bool:
+        name, count = f"{QUEUE_OF_REPORTS}{destination}", FIRST_LINES
+        there = queue_base(self._prefix, destination)
+        for _ in range(4):
+            lines = self._link.call("LRANGE", reports_key(base, destination), 0, count - 1)
+            sent = _within_limit(lines)
+            reply = self._link.run(script("report"), there, *lines[:sent]) if sent else [OK, 0]
+            # Without that queue, nobody waits.
+            applied = sent if reply[0] == NO_QUEUE else int(reply[1])
+            if applied or not lines:
+                self._forget(base, name, lines[:applied])
+            if len(lines) < count and applied == len(lines):
+                return False
+            count = min(MOST_LINES, 5 * count) if applied == count else max(1, applied)
+        return True
+
+    def _forget(self, base: str, name: str, lines: Sequence[bytes]) -> None:
+        joined = hashlib.sha1(b"\n".join(lines), usedforsecurity=False).hexdigest()
+        self._link.run(script("forget"), base, name, len(lines), joined)
+
+    def verify(self, queue: str, what: Sequence[str]) -> None:
+        """Ends members of batches, and dependencies of held jobs, that are gone without a report.
+
+        `what`: 'b' and the id of a batch, or 'j' and that of a held job (lua/batches.lua, tend).
+        """
+        base = queue_base(self._prefix, queue)
+        for each in what:
+            by_queue: dict[str, list[tuple[int, str]]] = {}
+            for number, member_queue, job_id in self._awaited(base, each[0], each[1:]):
+                by_queue.setdefault(member_queue, []).append((number, job_id))
+            for member_queue, members in by_queue.items():
+                self._verify_members(base, queue, each, member_queue, members)
+
+    def _verify_members(
+        self, base: str, queue: str, what: str, member_queue: str, members: list[tuple[int, str]]
+    ) -> None:
+        for first in range(0, len(members), NUMBERS_PER_CALL):
+            part = members[first : first + NUMBERS_PER_CALL]
+            ids = [job_id for _, job_id in part]
+            reply = self._link.run(script("verify"), queue_base(self._prefix, member_queue), queue, *ids)
+            known = [0] * len(part) if reply[0] == NO_QUEUE else reply[1:]
+            gone = [number for (number, _), is_known in zip(part, known, strict=True) if not is_known]
+            if gone:
+                how = "deleted" if reply[0] == NO_QUEUE else "lost"
+                lost = self._link.run(script("lose"), base, how, what, *gone)
+                if lost[0] not in (OK, NO_QUEUE):
+                    raise error_for(queue, lost)
+
+    def _awaited(self, base: str, kind: str, name: str) -> Iterator[tuple[int, str, str]]:
+        """The number, queue and id of each member, or dependency in another queue, that has not ended."""
+        if kind == "b":
+            hash_key, entry = f"{base}:batch:members", self._link.call("HGET", f"{base}:batches", name)
+            count = int(entry.split()[2]) if entry else 0
+        else:
+            hash_key, entry = f"{base}:held:open", self._link.call("HGET", f"{base}:held", name)
+            count = int(entry.split()[4]) if entry else 0
+        for first in range(1, count + 1, NUMBERS_PER_CALL):
+            numbers = range(first, min(first + NUMBERS_PER_CALL, count + 1))
+            values = self._link.call("HMGET", hash_key, *(f"{name} {number}" for number in numbers))
+            for number, value in zip(numbers, values, strict=True):
+                parts = value.decode().split(" ") if value else []
+                if len(parts) == 2 and kind == "b":
+                    yield number, parts[0], parts[1]
+                elif len(parts) == 3:
+                    yield number, parts[1], parts[2]
+
+
+def _within_limit(lines: Sequence[Any]) -> int:
+    """How many of these lines one call may carry: at least one."""
+    total = 0
+    for number, line in enumerate(lines):
+        total += len(line)
+        if total > READ_BYTES and number:
+            return number
+    return len(lines)
