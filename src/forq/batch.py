@@ -144,10 +144,17 @@ class Batch:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.seal()
-        elif self._parent is None:
-            self.cancel()
+        try:
+            if kind is None and self._parent is None:
+                self.seal()
+            elif kind is None:
+                self.flush()
+        except BaseException:
+            kind = BaseException
+            raise
+        finally:
+            if kind is not None and self._parent is None:
+                self.cancel()
 
     def _stored(self) -> StoredBatch:
         return StoredBatch(self._link(), self._prefix, self.queue, self.id)

@@ -27,6 +27,7 @@ from forq.api_types import (
     SupervisorInfo,
     UpdateRunAt,
 )
+from forq.batch import Batch, open_batch
 from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
 from forq.broker.enqueue import (
     DEFAULT_UPDATE,
@@ -145,6 +146,29 @@ class Client:
         except _LeftToSupervisor:
             pass
         return dropped
+
+    def batch(
+        self,
+        queue: str,
+        *,
+        id: str | None = None,
+        on_done: NewJob | None = None,
+        on_end: NewJob | None = None,
+        on_dead: NewJob | None = None,
+        results: bool = False,
+    ) -> Batch:
+        """Opens a batch: jobs of any queues, added in a `with` block, and jobs of `queue` that run when all of them are
+        done, when all have ended, or when the first one is dead. An exception in the block cancels it.
+
+        Callbacks are made with `forq.client.new_job`. `results`: the batch keeps the results of its members, for
+        `batch.results()`. With an `id` the call may be repeated until the batch is sealed.
+        """
+        callbacks = {"on_done": on_done, "on_end": on_end, "on_dead": on_dead}
+        return open_batch(self.link, self.prefix, queue, id, callbacks=callbacks, results=results)
+
+    def find_batch(self, queue: str, id: str) -> Batch:
+        """A batch of this queue, by its id."""
+        return Batch(self.link, self.prefix, queue, id)
 
     def queues(self) -> dict[str, Mode]:
         """Every queue with its mode."""

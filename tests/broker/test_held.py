@@ -109,7 +109,7 @@ def end(queue: OneQueue, worker: HandWorker, job_id: str, how: str) -> None:
         assert queue.producer.cancel(job_id)
         return
     assert worker.turn(1) == [job_id]
-    worker.turn(0, **{"done" if how == "done" else "failed": job_id})
+    worker.turn(0, done=job_id if how == "done" else "", failed=job_id if how == "dead" else "")
 
 
 def test_the_first_death_is_enough_for_when_dead(queue: OneQueue, worker: HandWorker) -> None:
@@ -307,7 +307,7 @@ def test_results_are_passed_to_the_job_that_waits(queue: OneQueue, worker: HandW
     turn = worker.whole_turn(5)
     assert [b"w=1" in record for record in turn.jobs[1::2]] == [True, True]
     worker.turn(0, done="ab", results={"a": "1", "b": '"x"'})
-    assert {name: value for name, value in queue.hash("inputs").items()} == {
+    assert queue.hash("inputs") == {
         "c": "2 1",
         "c 1": 'done "x"',
         "c 2": "done 1",

@@ -97,8 +97,16 @@ class StoredBatch:
                 f"queue {self.queue!r} has no batch {self.id!r}: it never existed, or ended more than a day ago"
             )
         state, use, members, open_count, done, dead, other, at_ms = entry.decode().split(" ")
-        numbers = map(int, (members, open_count, done, dead, other))
-        return BatchCounts(state, *numbers, int(at_ms) / 1000, use == "1")
+        return BatchCounts(
+            state=state,
+            members=int(members),
+            open=int(open_count),
+            done=int(done),
+            dead=int(dead),
+            other=int(other),
+            at=int(at_ms) / 1000,
+            keeps_results=use == "1",
+        )
 
     def open_members(self) -> Iterator[tuple[int, str, str]]:
         """Number, queue and id of each member that has not ended."""
@@ -111,10 +119,11 @@ class StoredBatch:
     def cancel(self) -> int:
         """Cancels the members that have not begun; returns how many. Running ones end, and count as they end."""
         self.seal(cancel=True)
-        cancelled = 0
-        for _, queue, job_id in self.open_members():
+        cancelled, keeps_results = 0, self.counts().keeps_results
+        for number, queue, job_id in self.open_members():
+            edge = self.edge(number, queue, keeps_results=keeps_results)
             try:
-                cancelled += Producer(self._link, self._prefix, queue).cancel(job_id)
+                cancelled += Producer(self._link, self._prefix, queue).cancel(job_id, edge=edge)
             except ForqError as exc:
                 if exc.code != "unknown_queue":
                     raise

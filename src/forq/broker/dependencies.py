@@ -3,11 +3,9 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple, get_args
 
+from forq.api_types import When
 from forq.errors import UsageError
 from forq.values import check_job_id, shown
-
-# When a job may run that waits for others: once all of them are done; once all have ended, however; once one is dead.
-from forq.api_types import When as When
 
 MAX_DEPENDENCIES = 1000
 

@@ -338,9 +338,10 @@ class Producer:
             raise error_for(self.name, reply)
         return reply
 
-    def cancel(self, job_id: str, identity: JobIdentity | None = None) -> bool:
-        """Removes a waiting, scheduled or blocked job; False if there is none. `identity`: only this job of the id."""
-        return self._remove(job_id, mark_active=False, identity=identity) == 1
+    def cancel(self, job_id: str, identity: JobIdentity | None = None, edge: str | None = None) -> bool:
+        """Removes a job that has not begun; False if there is none. `identity`: only this job of the id. `edge`: only a
+        job at which it begins, such as a member of that batch."""
+        return self._remove(job_id, mark_active=False, identity=identity, edge=edge) == 1
 
     def remove(self, job_id: str) -> bool:
         """Removes a job. A running job is only marked: it is forgotten when it ends."""
@@ -356,9 +357,12 @@ class Producer:
                 f"queue {self.name!r} has no scheduled job {job_id!r}; see: forqctl why {self.name} {job_id}"
             )
 
-    def _remove(self, job_id: str, *, mark_active: bool, identity: JobIdentity | None = None) -> int:
+    def _remove(
+        self, job_id: str, *, mark_active: bool, identity: JobIdentity | None = None, edge: str | None = None
+    ) -> int:
         meant = "" if identity is None else identity.pack()
-        reply = self.link.run(script("cancel"), self._base, check_job_id(job_id), int(mark_active), meant)
+        only = () if edge is None else (edge,)
+        reply = self.link.run(script("cancel"), self._base, check_job_id(job_id), int(mark_active), meant, *only)
         if reply[0] != OK:
             raise error_for(self.name, reply)
         return int(reply[1])

@@ -147,7 +147,9 @@ class WorkerRecovery:
         turns = {worker.decode(): int(turn) for worker, turn in zip(unread[::2], unread[1::2], strict=True)}
         evicted, wanted = [processor.decode() for processor in reply[1]], reply[6]
         main_wanted, retry_wanted, lost = bool(wanted & 1), bool(wanted & 2), _read_lost(reply[7])
-        return Heartbeat(evicted, due_ms, bool(reply[3]), turns, reply[5], main_wanted, retry_wanted, lost, bool(reply[8]))
+        return Heartbeat(
+            evicted, due_ms, bool(reply[3]), turns, reply[5], main_wanted, retry_wanted, lost, bool(reply[8])
+        )
 
     def promote(self, queue: str) -> int | None:
         """Promotes due jobs and fires ticks; returns the ms until the next is due (None: there is none)."""

@@ -1,12 +1,12 @@
-"""Ends of jobs that another queue waits for: takes the reports of a queue to their destinations, and looks after members
-and dependencies whose report may never come. Called by pulse; lua/batches.lua has the data.
+"""Ends of jobs that another queue waits for: delivers the reports of a queue, and looks after members and dependencies
+whose report may never come. Called by pulse; lua/batches.lua has the data.
 
 A report may be delivered twice: its edge counts once. It is forgotten only when its destination has it.
 """
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from forq.broker.keys import QUEUE_OF_REPORTS, queue_base, reports_key
 from forq.broker.link import READ_BYTES, Link
@@ -58,44 +58,57 @@ class Reports:
         """
         base = queue_base(self._prefix, queue)
         for each in what:
-            by_queue: dict[str, list[tuple[int, str]]] = {}
-            for number, member_queue, job_id in self._awaited(base, each[0], each[1:]):
-                by_queue.setdefault(member_queue, []).append((number, job_id))
+            by_queue: dict[str, list[Awaited]] = {}
+            for awaited in self._awaited(base, queue, each[0], each[1:]):
+                by_queue.setdefault(awaited.queue, []).append(awaited)
             for member_queue, members in by_queue.items():
                 self._verify_members(base, queue, each, member_queue, members)
 
-    def _verify_members(
-        self, base: str, queue: str, what: str, member_queue: str, members: list[tuple[int, str]]
-    ) -> None:
+    def _verify_members(self, base: str, queue: str, what: str, member_queue: str, members: "list[Awaited]") -> None:
         for first in range(0, len(members), NUMBERS_PER_CALL):
             part = members[first : first + NUMBERS_PER_CALL]
-            ids = [job_id for _, job_id in part]
-            reply = self._link.run(script("verify"), queue_base(self._prefix, member_queue), queue, *ids)
+            pairs = [value for each in part for value in (each.source, each.edge)]
+            reply = self._link.run(script("verify"), queue_base(self._prefix, member_queue), queue, *pairs)
             known = [0] * len(part) if reply[0] == NO_QUEUE else reply[1:]
-            gone = [number for (number, _), is_known in zip(part, known, strict=True) if not is_known]
+            gone = [each.number for each, is_known in zip(part, known, strict=True) if not is_known]
             if gone:
                 how = "deleted" if reply[0] == NO_QUEUE else "lost"
                 lost = self._link.run(script("lose"), base, how, what, *gone)
                 if lost[0] not in (OK, NO_QUEUE):
                     raise error_for(queue, lost)
 
-    def _awaited(self, base: str, kind: str, name: str) -> Iterator[tuple[int, str, str]]:
-        """The number, queue and id of each member, or dependency in another queue, that has not ended."""
-        if kind == "b":
-            hash_key, entry = f"{base}:batch:members", self._link.call("HGET", f"{base}:batches", name)
-            count = int(entry.split()[2]) if entry else 0
-        else:
-            hash_key, entry = f"{base}:held:open", self._link.call("HGET", f"{base}:held", name)
-            count = int(entry.split()[4]) if entry else 0
+    def _awaited(self, base: str, queue: str, kind: str, name: str) -> "Iterator[Awaited]":
+        """The members, or dependencies in other queues, that have not ended."""
+        table, open_ones = ("batches", "batch:members") if kind == "b" else ("held", "held:open")
+        entry, epoch = self._link.pipeline(
+            [("HGET", f"{base}:{table}", name), ("HGET", f"{base}:options", "epoch")], at=base
+        )
+        if entry is None or epoch is None:
+            return
+        fields = entry.decode().split(" ")
+        use, count = (fields[1], int(fields[2])) if kind == "b" else (fields[2], int(fields[4]))
+        target = f"batch {name}" if kind == "b" else f"job {name} {fields[0]}"
         for first in range(1, count + 1, NUMBERS_PER_CALL):
             numbers = range(first, min(first + NUMBERS_PER_CALL, count + 1))
-            values = self._link.call("HMGET", hash_key, *(f"{name} {number}" for number in numbers))
+            values = self._link.call("HMGET", f"{base}:{open_ones}", *(f"{name} {number}" for number in numbers))
             for number, value in zip(numbers, values, strict=True):
                 parts = value.decode().split(" ") if value else []
-                if len(parts) == 2 and kind == "b":
-                    yield number, parts[0], parts[1]
-                elif len(parts) == 3:
-                    yield number, parts[1], parts[2]
+                if kind == "j":
+                    # Other dependencies are in this queue.
+                    parts = parts[1:] if parts[:1] == ["from"] else []
+                if parts:
+                    edge = f"{target} {number} {use}"
+                    there = edge if parts[0] == queue else f"to {queue} {epoch.decode()} {edge}"
+                    yield Awaited(number, parts[0], parts[1], there)
+
+
+class Awaited(NamedTuple):
+    """A job whose end is awaited: the number of its place, its queue, its id, and the edge that begins at it."""
+
+    number: int
+    queue: str
+    source: str
+    edge: str
 
 
 def _within_limit(lines: Sequence[Any]) -> int:

@@ -293,18 +293,16 @@ end
 
 -- verify: which members or dependencies another queue still expects from jobs of this one.
 -- KEYS[1]  the queue's base
--- ARGV     the other queue, then job ids
--- Returns  {OK, per id: 1 its end will be reported, or cannot be excluded | 0 it is not here}; {NO_QUEUE}
+-- ARGV     the other queue, then (id, edge) each; id: of a job, or of a batch with ' batch'
+-- Returns  {OK, per pair: 1 its end will be reported, or cannot be excluded | 0 it is not here}; {NO_QUEUE}
 -- States   unchanged
 function verbs.verify()
   if not epoch then return { NO_QUEUE } end
   local reply = { OK }
   -- An end that is on its way.
   local pending = redis.call('EXISTS', key_of('reports', ARGV[1]), key('resolving')) > 0
-  for i = 2, #ARGV do
-    local known = pending or redis.call('HEXISTS', key('sources'), ARGV[i]) == 1
-      or redis.call('HEXISTS', key('sources'), ARGV[i] .. ' batch') == 1
-    reply[i] = known and 1 or 0
+  for at = 2, #ARGV, 2 do
+    reply[#reply + 1] = (pending or flows.has_edge(ARGV[at], ARGV[at + 1])) and 1 or 0
   end
   return reply
 end

@@ -394,13 +394,14 @@ end
 -- cancel: removes a waiting, scheduled or blocked job. A running job is only marked for removal: its id stays in use
 -- until its owner settles it or dies.
 -- KEYS[1]  the queue's base
--- ARGV     id, whether to mark a running job ('1' | '0'), and which job of this id is meant (records.is_meant; a job is
---          marked whichever is meant)
+-- ARGV     id, whether to mark a running job ('1' | '0'), which job of this id is meant (records.is_meant; a job is
+--          marked whichever is meant), and perhaps an edge: only a job at which it begins is meant
 -- Returns  {OK, 1 removed | 2 marked | 0 neither}; {NO_QUEUE}
 -- States   waiting, scheduled, blocked, held -> cancelled
 function verbs.cancel()
   if not epoch then return { NO_QUEUE } end
   local id, mark_active, meant = ARGV[1], ARGV[2] == '1', ARGV[3]
+  if ARGV[4] and not flows.has_edge(id, ARGV[4]) then return { OK, 0 } end
   local record = redis.call('HGET', key('jobs'), id)
   if not record and flows.is_held(id) then
     local hold, held = flows.read_hold(id), redis.call('HGET', key('held:jobs'), id)

@@ -378,8 +378,8 @@ end
 -- forget: removes lines that are on disk from the list they were read from, if they are still at its head. So repeating
 -- it is harmless. Also for lines of a deleted queue.
 -- KEYS[1]  the queue's base
--- ARGV     the list ('outbox:P', 'trash:EPOCH:outbox' or 'reports:QUEUE'), number of lines, SHA-1 of the lines joined by
---          newlines
+-- ARGV     the list ('outbox:P', 'trash:EPOCH:outbox' or 'reports:QUEUE'), number of lines, SHA-1 of the lines joined
+--          by newlines
 -- Returns  {OK, 1 removed | 0 not found}
 -- States   unchanged
 function verbs.forget()

@@ -211,7 +211,18 @@ function flows.has_sources()
   return flows_on and redis.call('EXISTS', key('sources')) == 1
 end
 
--- Whether a dependency wants the result of a source with these groups.
+-- Whether this edge begins at the source.
+function flows.has_edge(source, edge)
+  local groups = redis.call('HGET', key('sources'), source) or ''
+  for group, count in string.gmatch(groups, '(%d+):(%d+):') do
+    for index = 1, tonumber(count) do
+      if redis.call('HGET', key('edges'), group .. ' ' .. index) == edge then return true end
+    end
+  end
+  return false
+end
+
+-- Whether a dependant wants the result of a source with these groups.
 function flows.is_used(groups)
   return groups and string.find(groups, ':1,', 1, true) ~= nil or groups and string.sub(groups, -2) == ':1'
 end
@@ -313,9 +324,9 @@ function flows.continue()
   end
 end
 
--- The records of claimed jobs as their worker gets them: with 'w=1' if a dependant wants the result, 'i=COUNT' and 'I=USE'
--- if the job uses the results of its dependencies, and 'm=HOME:B:NUMBER' if it is a member of a batch. Stored records
--- have none of these.
+-- The records of claimed jobs as their worker gets them: with 'w=1' if a dependant wants the result, 'i=COUNT' and
+-- 'I=USE' if the job uses the results of its dependencies, and 'm=HOME:B:NUMBER' if it is a member of a batch. Stored
+-- records have none of these.
 function flows.mark_claimed(ids, claimed, offset)
   if redis.call('EXISTS', key('sources'), key('inputs')) == 0 then return end
   local groups = redis.call('HMGET', key('sources'), unpack(ids))
@@ -325,7 +336,7 @@ function flows.mark_claimed(ids, claimed, offset)
     if flows.is_used(groups[i]) then marks[1] = 'w=1' end
     local count, use = string.match(inputs[i] or '', '^(%d+) (%d)$')
     if count then marks[#marks + 1] = 'i=' .. count .. ',I=' .. use end
-    marks[#marks + 1] = groups[i] and flows.membership(groups[i])
+    marks[#marks + 1] = groups[i] and flows.membership(groups[i]) or nil
     local job = #marks > 0 and records.read(claimed[offset + 2 * i])
     if job then
       if job.options ~= '' then table.insert(marks, 1, job.options) end
