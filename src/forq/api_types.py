@@ -12,6 +12,7 @@ UpdateRunAt = bool | Literal["if_later", "if_earlier"]
 Durable = Literal["replica"]
 Overlap = Literal["skip", "queue"]
 Flows = Literal["off", "auto", "on"]
+# When a job may run that waits for others: once all are done; once all have ended, however; once one is dead.
 When = Literal["done", "ended", "dead"]
 CatchUp = Literal["once", "all", "none"]
 # States of `Queue.jobs`; `Queue.job` shows a blocked job as the job that it waits for.

@@ -1,13 +1,11 @@
 """What a new job waits for: checks `after=` and packs it for enqueue.lua (lua/flows.lua)."""
 
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
+from forq.api_types import When as When
 from forq.errors import UsageError
 from forq.values import check_job_id, shown
-
-# When a job may run that waits for others: once all of them are done; once all have ended, however; once one is dead.
-from forq.api_types import When as When
 
 MAX_DEPENDENCIES = 1000
 
@@ -40,6 +38,14 @@ def check_after(after: Any, when: object = "done", *, use: int = NOT_USED, queue
             "let jobs in between wait for groups of them, or use a batch"
         )
     return After(ids, str(when), use)
+
+
+def pack_after(after: Any, when: object = "done", with_results: bool = False, *, queue: str | None = None) -> str:
+    """The same, packed; '' for no dependencies."""
+    packed = check_after(after, when, use=READ if with_results else NOT_USED, queue=queue).pack()
+    if with_results and not packed:
+        raise UsageError("with_results needs `after`: the jobs whose results are wanted")
+    return packed
 
 
 def _id_of(given: Any, queue: str | None) -> str:

@@ -9,7 +9,7 @@ from itertools import zip_longest
 from typing import Any, NamedTuple, Unpack
 
 from forq.api_types import OwnOptions
-from forq.broker.dependencies import NOT_USED, READ, check_after
+from forq.broker.dependencies import pack_after
 from forq.broker.keys import DEFAULT_PRIORITY, durable_mark, queue_base
 from forq.broker.link import Link
 from forq.broker.record import NO_NAMES, join_body, pack_body
@@ -106,9 +106,7 @@ def new_job(
     at = "" if run_at is run_in is None else _run_at_argument(run_at, run_in)
     waits_for = ""
     if after != () or with_results or when != "done":
-        waits_for = check_after(after, when, use=READ if with_results else NOT_USED).pack()
-        if not waits_for and with_results:
-            raise UsageError("with_results needs `after`: the jobs whose results are wanted")
+        waits_for = pack_after(after, when, with_results)
     return NewJob(job_id, priority, body, checked_token, at, pack_job_options(**own) if own else options, waits_for)
 
 
