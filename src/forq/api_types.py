@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, Required, TypedDict
+from typing import Any, Literal, Protocol, Required, TypedDict
 
 # As given by a user: "30s", 30, 0.5, timedelta(minutes=5).
 Duration = str | float | timedelta
@@ -20,6 +20,20 @@ JobState = Literal["waiting", "scheduled", "active", "held", "retry", "done", "d
 RemoteControl = Literal["off", "read", "full"]
 # "undelivered": in the outbox of a Django project.
 RefState = Literal["waiting", "scheduled", "active", "held", "retry", "done", "dead", "gone", "undelivered"]
+
+
+class SupportsRef(Protocol):
+    """A job of a queue, such as a `forq.app.JobRef`."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def queue(self) -> str: ...
+
+
+# The jobs that a new job waits for.
+After = str | SupportsRef | Sequence[str | SupportsRef]
 
 
 class WorkQueueOptions(TypedDict, total=False):

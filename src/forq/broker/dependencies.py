@@ -1,13 +1,11 @@
 """What a new job waits for: checks `after=` and packs it for enqueue.lua (lua/flows.lua)."""
 
 from collections.abc import Iterable
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args
 
+from forq.api_types import When
 from forq.errors import UsageError
 from forq.values import check_job_id, shown
-
-# When a job may run that waits for others: once all of them are done; once all have ended, however; once one is dead.
-from forq.api_types import When as When
 
 MAX_DEPENDENCIES = 1000
 
@@ -32,7 +30,9 @@ def check_after(after: Any, when: object = "done", *, use: int = NOT_USED, queue
     """Checks dependencies as a user gives them: an id or a ref, or several. A ref must be of the same queue."""
     if when not in get_args(When):
         raise UsageError(f"when {shown(when)} is not allowed: {', '.join(map(repr, get_args(When)))}")
-    given = [after] if isinstance(after, str) or not isinstance(after, Iterable) else list(after)
+    # A ref may be a named tuple.
+    several = isinstance(after, Iterable) and not isinstance(after, str) and not hasattr(after, "queue")
+    given = list(after) if several else [after]
     ids = tuple(dict.fromkeys(_id_of(each, queue) for each in given))
     if len(ids) > MAX_DEPENDENCIES:
         raise UsageError(
