@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from forq.api_types import When
 from forq.broker.dependencies import AS_LIST
 from forq.broker.enqueue import NewJob, Update, new_job
 from forq.broker.scripts import script
@@ -11,7 +12,7 @@ from forq.errors import Exists, FlowsOff, QueueFull, UnknownDependency, UsageErr
 from tests.support.drive.one_queue import HandWorker, OneQueue
 
 
-def after(job_id: str, *names: str, when: str = "done", **more: Any) -> NewJob:
+def after(job_id: str, *names: str, when: When = "done", **more: Any) -> NewJob:
     return new_job({"n": job_id}, id=job_id, after=names, when=when, **more)
 
 
@@ -109,7 +110,10 @@ def end(queue: OneQueue, worker: HandWorker, job_id: str, how: str) -> None:
         assert queue.producer.cancel(job_id)
         return
     assert worker.turn(1) == [job_id]
-    worker.turn(0, **{"done" if how == "done" else "failed": job_id})
+    if how == "done":
+        worker.turn(0, done=job_id)
+    else:
+        worker.turn(0, failed=job_id)
 
 
 def test_the_first_death_is_enough_for_when_dead(queue: OneQueue, worker: HandWorker) -> None:
@@ -307,7 +311,7 @@ def test_results_are_passed_to_the_job_that_waits(queue: OneQueue, worker: HandW
     turn = worker.whole_turn(5)
     assert [b"w=1" in record for record in turn.jobs[1::2]] == [True, True]
     worker.turn(0, done="ab", results={"a": "1", "b": '"x"'})
-    assert {name: value for name, value in queue.hash("inputs").items()} == {
+    assert queue.hash("inputs") == {
         "c": "2 1",
         "c 1": 'done "x"',
         "c 2": "done 1",

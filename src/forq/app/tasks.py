@@ -109,7 +109,7 @@ class JobRef(Generic[T]):
         return self._task.app
 
     def state(self) -> RefState:
-        """The job's state: waiting, scheduled, held, active, retry, done, dead; gone if nothing is known about it."""
+        """The job's state: waiting, scheduled, active, held, retry, done, dead; gone if nothing is known about it."""
         try:
             job = self._task.app.client.queue(self.queue).job(self.id)
         except UnknownJob:

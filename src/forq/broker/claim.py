@@ -140,8 +140,8 @@ class Consumer:
         self.link.fetch_client_id(at=self._base)
 
     def read_inputs(self, job_id: str, count: int) -> list[bytes] | None:
-        """'HOW RESULT' of each job that a claimed job has waited for, '' for one that has not ended; None if the claimed
-        job has ended. No call reads more than READ_BYTES, unless one result is longer."""
+        """'HOW RESULT' of each job that this one has waited for, '' for one that has not ended; None if this job has
+        ended. No call reads more than READ_BYTES, unless one result is longer."""
         key = f"{self._base}:inputs"
         found = list(self.link.hash_values(key, [f"{job_id} {number}" for number in range(1, count + 1)]))
         # All are deleted in one call when the job ends. So if this one is still there, none was missing.

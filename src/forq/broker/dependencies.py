@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple, get_args
 
-from forq.api_types import When as When
+from forq.api_types import When
 from forq.errors import UsageError
 from forq.values import check_job_id, shown
 
@@ -30,7 +30,9 @@ def check_after(after: Any, when: object = "done", *, use: int = NOT_USED, queue
     """Checks dependencies as a user gives them: an id or a ref, or several. A ref must be of the same queue."""
     if when not in get_args(When):
         raise UsageError(f"when {shown(when)} is not allowed: {', '.join(map(repr, get_args(When)))}")
-    given = [after] if isinstance(after, str) or not isinstance(after, Iterable) else list(after)
+    # A ref may be a named tuple.
+    several = isinstance(after, Iterable) and not isinstance(after, str) and not hasattr(after, "queue")
+    given = list(after) if several else [after]
     ids = tuple(dict.fromkeys(_id_of(each, queue) for each in given))
     if len(ids) > MAX_DEPENDENCIES:
         raise UsageError(

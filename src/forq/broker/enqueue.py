@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from itertools import zip_longest
 from typing import Any, NamedTuple, Unpack
 
-from forq.api_types import OwnOptions
+from forq.api_types import After, OwnOptions, When
 from forq.broker.dependencies import pack_after
 from forq.broker.keys import DEFAULT_PRIORITY, durable_mark, queue_base
 from forq.broker.link import Link
@@ -85,14 +85,16 @@ def new_job(
     run_at: datetime | float | None = None,
     run_in: timedelta | float | None = None,
     options: str = "",
-    after: Any = (),
-    when: str = "done",
+    after: After = (),
+    when: When = "done",
     with_results: bool = False,
+    queue: str | None = None,
     **own: Unpack[OwnOptions],
 ) -> NewJob:
     """Checks everything that does not need Redis.
 
     `own`: options that override those of the queue. `options`: the same, packed by `pack_job_options`.
+    `queue`: the job's queue; refs in `after` of another one are refused.
     """
     job_id = new_id() if id is None else check_job_id(id)
     if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= 9:
@@ -106,7 +108,7 @@ def new_job(
     at = "" if run_at is run_in is None else _run_at_argument(run_at, run_in)
     waits_for = ""
     if after != () or with_results or when != "done":
-        waits_for = pack_after(after, when, with_results)
+        waits_for = pack_after(after, when, with_results, queue=queue)
     return NewJob(job_id, priority, body, checked_token, at, pack_job_options(**own) if own else options, waits_for)
 
 
@@ -336,7 +338,7 @@ class Producer:
         return reply
 
     def cancel(self, job_id: str, identity: JobIdentity | None = None) -> bool:
-        """Removes a waiting, scheduled or blocked job; False if there is none. `identity`: only this job of the id."""
+        """Removes a waiting, scheduled, blocked or held job; False if there is none. `identity`: only this one."""
         return self._remove(job_id, mark_active=False, identity=identity) == 1
 
     def remove(self, job_id: str) -> bool:

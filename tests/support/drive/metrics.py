@@ -20,6 +20,7 @@ _COUNTS = Counts(
     waiting=0,
     scheduled=0,
     blocked=0,
+    held=0,
     retry=0,
     fail_jobs=0,
     active=0,

@@ -132,6 +132,12 @@ end
 -- A dependency has ended in another way than required: the job can never run.
 function flows.doom(hold, dependency, how)
   local record = flows.take_hold(hold) or ''
+  local job = records.read(record)
+  if job and job.options ~= '' then
+    -- Its expiry has not begun: in the record of a dead job it would be a time.
+    job.options = records.drop_expiry(job.options)
+    record = records.write(job)
+  end
   flows.drop_inputs(hold)
   local fence = claims.next_fence()
   local kind, name = string.match(dependency, '^(%S+) (%S+)$')
