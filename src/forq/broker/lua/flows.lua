@@ -49,10 +49,11 @@ function flows.how_ended(id)
   return redis.call('HEXISTS', key('done:jobs'), id) == 1 and 'done' or nil
 end
 
--- The result of a job that is kept as done; nil if there is none.
+-- The result of a job that is kept as done; nil if there is none, or if it was lost with its worker.
 function flows.kept_result(id)
   local kept = redis.call('HGET', key('done:jobs'), id)
-  return kept and string.match(kept, '^[^\n]*\n([^\n]*)\n')
+  local result = kept and string.match(kept, '^[^\n]*\n([^\n]*)\n')
+  return result ~= '' and result or nil
 end
 
 -- Held jobs.
@@ -139,6 +140,12 @@ function flows.doom(hold, dependency, how)
     record = records.write(job)
   end
   flows.drop_inputs(hold)
+  local job = records.read(record)
+  if job then
+    -- The job was never ready, so its time to expire has not begun.
+    job.options = records.drop_expiry(job.options)
+    record = records.write(job)
+  end
   local fence = claims.next_fence()
   local kind, name = string.match(dependency, '^(%S+) (%S+)$')
   local error = string.format(
@@ -330,12 +337,13 @@ function flows.read_after(text)
   local when, use, kind, names = string.match(text, '^(%l+) (%d) (%l+) (.+)$')
   local dependencies = {}
   for name in string.gmatch(names, '%S+') do dependencies[#dependencies + 1] = kind .. ' ' .. name end
-  return { when = when, use = use, dependencies = dependencies }
+  return { when = when, use = use, dependencies = dependencies, ended = {} }
 end
 
--- Checks the dependencies of a new job. `new`: ids of this call so far. Returns nil, or the refusal.
+-- Checks the dependencies of a new job, and notes how those ended that are not live: this call may store a new job with
+-- the id of one, even the job that waits. `new`: ids of this call so far. Returns nil, or the refusal.
 function flows.check_dependencies(i, after, new)
-  for _, dependency in ipairs(after.dependencies) do
+  for number, dependency in ipairs(after.dependencies) do
     local id = string.match(dependency, '^job (%S+)$')
     if not new[id] and redis.call('HEXISTS', key('blocked'), id) == 0 and not flows.is_held(id) then
       local record = redis.call('HGET', key('jobs'), id)
@@ -347,6 +355,7 @@ function flows.check_dependencies(i, after, new)
       if unused or (how and SUCCESS[how] and after.use ~= '0' and not flows.kept_result(id)) then
         return { RESULT_NOT_KEPT, i, id }
       end
+      after.ended[number] = how or nil
     end
   end
 end
@@ -379,13 +388,15 @@ function flows.connect(id, after, nonce)
   for number, dependency in ipairs(after.dependencies) do
     local name = string.match(dependency, '^job (%S+)$')
     local edge = 'job ' .. id .. ' ' .. nonce .. ' ' .. number .. ' ' .. after.use
-    if redis.call('HEXISTS', key('blocked'), name) == 1 then
+    local how = after.ended[number]
+    if not how and redis.call('HEXISTS', key('blocked'), name) == 1 then
       flows.add_edges(name .. ' blocked', { edge }, after.use ~= '0')
-    elseif redis.call('HEXISTS', key('jobs'), name) == 1 or redis.call('HEXISTS', key('held'), name) == 1 then
+    elseif not how and (redis.call('HEXISTS', key('jobs'), name) == 1 or redis.call('HEXISTS', key('held'), name) == 1) then
       flows.add_edges(name, { edge }, after.use ~= '0')
     else
-      local how = flows.how_ended(name)
-      flows.meet(id, nonce, tostring(number), after.use, how, after.use ~= '0' and flows.kept_result(name) or nil)
+      how = how or flows.how_ended(name)
+      local result = SUCCESS[how] and after.use ~= '0' and flows.kept_result(name) or nil
+      flows.meet(id, nonce, tostring(number), after.use, how, result)
     end
   end
 end
