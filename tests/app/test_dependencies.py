@@ -98,6 +98,7 @@ def test_a_task_runs_after_another_and_reads_its_result(queue: OneQueue) -> None
     first = fetch.enqueue("a.b")
     ref = read.using(after=first, with_results=True).enqueue()
     assert isinstance(ref, JobRef)
+    assert (first.state(), ref.state()) == ("waiting", "held")
     assert queue.inspector.counts().held == 1
     assert run(queue) == 2
     assert seen == [[{"url": "a.b", "words": 3}]]
@@ -161,9 +162,25 @@ def test_a_dead_dependency_takes_its_dependants_along_unless_they_wait_for_any_e
     assert behind.state() == "dead"
 
 
+def test_the_result_of_a_running_job_can_be_used_if_its_task_keeps_it(queue: OneQueue) -> None:
+    kept, other = fetch.enqueue("a"), fetch.using(keep_done=0).enqueue("b")
+    queue.worker().turn(2)
+    assert read.using(after=kept, with_results=True).enqueue().state() == "held"
+    with pytest.raises(UsageError, match=f"the result of job '{other.id}' of queue 'q' is not kept: enqueue the job"):
+        read.using(after=[kept, other], with_results=True).enqueue()
+    with pytest.raises(UsageError, match=f"the result of job '{other.id}' of queue 'q' is not kept"):
+        read.using(after=[kept.id, other.id], with_results=True).enqueue()
+
+
 def test_an_unknown_dependency_is_refused(queue: OneQueue) -> None:
     with pytest.raises(UnknownDependency, match="has no job 'nobody' to wait for"):
         read.using(after="nobody").enqueue()
+
+
+def test_a_held_job_can_be_cancelled(queue: OneQueue) -> None:
+    ref = read.using(after=fetch.enqueue("a")).enqueue()
+    assert ref.cancel()
+    assert (run(queue), seen, ref.state()) == (1, [], "gone")
 
 
 def test_wrong_dependencies_are_refused_at_once() -> None:

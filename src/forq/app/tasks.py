@@ -108,6 +108,11 @@ class JobRef(Generic[T]):
     def app(self) -> "App":
         return self._task.app
 
+    @property
+    def keeps_result(self) -> bool:
+        """Whether the job keeps its result, whatever the queue's keep_done is."""
+        return self._keeps
+
     def state(self) -> RefState:
         """The job's state: waiting, scheduled, active, held, retry, done, dead; gone if nothing is known about it."""
         try:

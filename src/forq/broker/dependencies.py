@@ -14,16 +14,18 @@ NOT_USED, READ, AS_ARGUMENT, AS_LIST = 0, 1, 2, 3
 
 
 class After(NamedTuple):
-    """Checked dependencies of a new job, in order."""
+    """Checked dependencies of a new job, in order. `are_kept`: their tasks keep their results."""
 
     names: tuple[str, ...]
     when: str = "done"
     use: int = NOT_USED
     kind: str = "job"
+    are_kept: bool = False
 
     def pack(self) -> str:
         """As enqueue.lua reads it; '' for no dependencies."""
-        return f"{self.when} {self.use} {self.kind} {' '.join(self.names)}" if self.names else ""
+        use = f"{self.use}k" if self.are_kept and self.use else f"{self.use}"
+        return f"{self.when} {use} {self.kind} {' '.join(self.names)}" if self.names else ""
 
 
 def check_after(after: Any, when: object = "done", *, use: int = NOT_USED, queue: str | None = None) -> After:
@@ -39,7 +41,8 @@ def check_after(after: Any, when: object = "done", *, use: int = NOT_USED, queue
             f"after: {len(ids)} jobs are too many for one job to wait for: at most {MAX_DEPENDENCIES}; "
             "let jobs in between wait for groups of them, or use a batch"
         )
-    return After(ids, str(when), use)
+    are_kept = use != NOT_USED and all(getattr(each, "keeps_result", False) is True for each in given)
+    return After(ids, str(when), use, are_kept=are_kept)
 
 
 def pack_after(after: Any, when: object = "done", with_results: bool = False, *, queue: str | None = None) -> str:

@@ -137,7 +137,7 @@ end
 --          after UNTIL (ms) and in another epoch; its tokens are kept beyond KEEP_UNTIL (ms), whatever dedup_ttl is
 --          head: PRIORITY, or PRIORITY ' ' RUN_AT ' ' TOKEN [' ' OPTIONS] ['\n' AFTER]; RUN_AT (ms; '+ms' from now)
 --          and TOKEN may be empty; OPTIONS: the job's own (records.lua), with 'x=' followed by ms; AFTER: what a new
---          job waits for, 'WHEN USE KIND NAME NAME …' (flows.lua)
+--          job waits for, 'WHEN USE KIND NAME NAME …' (flows.read_after)
 -- Returns  {OK, mark, index, id, index, id ...}: the jobs (from 1) whose token is known, with the stored id, and those
 --          left out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index};
 --          {TOO_LARGE, index, max_data}; {NOT_IN_MODE, mode} for options in another mode than work; {LATE}: after UNTIL,

@@ -332,12 +332,13 @@ end
 
 -- Enqueue of jobs with dependencies.
 
--- Reads 'WHEN USE KIND NAME NAME …', where KIND is 'job' or 'batch'. Returns the hold without its id.
+-- Reads 'WHEN USE KIND NAME NAME …', where KIND is 'job' or 'batch'. USE is followed by 'k' if the caller knows that the
+-- tasks of these jobs keep their results: their records do not show it. Returns the hold without its id.
 function flows.read_after(text)
-  local when, use, kind, names = string.match(text, '^(%l+) (%d) (%l+) (.+)$')
+  local when, use, kept, kind, names = string.match(text, '^(%l+) (%d)(k?) (%l+) (.+)$')
   local dependencies = {}
   for name in string.gmatch(names, '%S+') do dependencies[#dependencies + 1] = kind .. ' ' .. name end
-  return { when = when, use = use, dependencies = dependencies, ended = {} }
+  return { when = when, use = use, are_kept = kept == 'k', dependencies = dependencies, ended = {} }
 end
 
 -- Checks the dependencies of a new job, and notes how those ended that are not live: this call may store a new job with
@@ -351,7 +352,7 @@ function flows.check_dependencies(i, after, new)
       local how = not record and flows.how_ended(id)
       if not record and not how then return { UNKNOWN_DEPENDENCY, i, id, flows_on and 1 or 0 } end
       -- Its worker has not been told that the result is wanted.
-      local unused = owner and after.use ~= '0' and not flows.keeps_result(id, record)
+      local unused = owner and after.use ~= '0' and not after.are_kept and not flows.keeps_result(id, record)
       if unused or (how and SUCCESS[how] and after.use ~= '0' and not flows.kept_result(id)) then
         return { RESULT_NOT_KEPT, i, id }
       end
