@@ -22,7 +22,7 @@ from forq.broker.claim import Limits
 from forq.broker.enqueue import MAX_SECONDS
 from forq.broker.record import pack_data, stored_options, unpack
 from forq.errors import MAX_SNOOZE_SECONDS, ForqError, InvalidData, Snooze
-from forq.job import Job, Reporter, TaskResult
+from forq.job import Inputs, Job, Reporter, TaskResult
 from forq.job_options import AttemptOptions
 from forq.procs.scoreboard import LENIENCE, POSITION, STARTED, STEP, TIMEOUT, Slot
 from forq.workers.coroutine_stacks import coroutine_stack
@@ -42,6 +42,8 @@ NO_RESULT = b"!"
 # Job.should_stop is true when this part of the timeout is left, but not earlier than STOP_EARLY_MS before the end.
 STOP_EARLY_PART = 10
 STOP_EARLY_MS = 5000
+# When a job tries again whose results of other jobs could not be read.
+INPUTS_SNOOZE_SECONDS = 1.0
 # Of a subclass of Snooze that has no valid `seconds`.
 DEFAULT_SNOOZE_SECONDS = 60.0
 
@@ -99,6 +101,8 @@ class AttemptRunner:
         # Of the batch; set by the loop.
         self.limits: Limits | None = None
         self.stopping: Callable[[], bool] = _never
+        # Reads the results that a job uses (Consumer.read_inputs).
+        self.read_inputs: Callable[[str, int], list[bytes] | None] = _none_are_known
         # Position of the job that was asked to end.
         self.killed = 0
         self._kill_cause = ""
@@ -133,12 +137,16 @@ class AttemptRunner:
         self._event_loop = event_loop or EventLoop()
         # The coroutine of the running job, with the job's position.
         self._run: tuple[int, Run] | None = None
+        # Part of the running job's timeout that has passed before its handler starts.
+        self._spent_seconds = 0.0
         self._pid = os.getpid()
 
     def run(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned."""
         try:
             data, job = self._open(job_id, record, fence)
+            if job._inputs is not None:
+                job._inputs = self._fetch(job_id, job._inputs)
             with _NO_SPAN if self._tracing is None else self._tracing.attempt(job):
                 handler, own = self._known.get(job.type) or self._look_up(job.type)
                 self.task_options = own
@@ -161,11 +169,12 @@ class AttemptRunner:
 
     def begin(self, job_id: str, record: bytes, fence: int) -> Run | None:
         """The coroutine of this job, for the event loop; `end` continues when it has ended. None if the job has to be
-        run in the worker's thread: its handler is not async, or `run` will report an error."""
+        run in the worker's thread: its handler is not async, it needs results of other jobs, or `run` will report an
+        error."""
         try:
             if self._decoded is None or self._decoded[0] is not record:
                 self._decoded = record, *self._read(job_id, record, fence)
-            if not self._handlers.is_async(self._decoded[2].type):
+            if not self._handlers.is_async(self._decoded[2].type) or self._decoded[2]._inputs is not None:
                 return None
             if not self._event_loop.started:
                 self._event_loop.start()
@@ -195,6 +204,7 @@ class AttemptRunner:
 
     def _open(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
         self.result = self._interrupted = self.keep_done_ms = self.task_options = None
+        self._spent_seconds = 0.0
         self._record = record
         if self._decoded is not None and self._decoded[0] is record:
             _, data, job = self._decoded
@@ -204,6 +214,18 @@ class AttemptRunner:
         if self._slot is not None:
             job._reporter, job._position, job._attempts = self._reporter, self._slot.words[POSITION], self
         return data, job
+
+    def _fetch(self, job_id: str, inputs: Inputs) -> Inputs:
+        """Reads the results that the job uses. Raises Snooze if that is not possible now: the job has not failed."""
+        began = time.monotonic()
+        try:
+            packed = self.read_inputs(job_id, inputs.total)
+        except ForqError as exc:
+            raise Snooze(INPUTS_SNOOZE_SECONDS, f"the results of its dependencies cannot be read: {exc}") from exc
+        if packed is None:
+            raise Snooze(INPUTS_SNOOZE_SECONDS, "the results of its dependencies are gone: the job has ended meanwhile")
+        self._spent_seconds = time.monotonic() - began
+        return inputs._replace(packed=tuple(packed))
 
     def _fail(self, exc: BaseException, fence: int) -> Failure:
         exit_if_forked_from(self._pid)
@@ -221,19 +243,22 @@ class AttemptRunner:
         return found
 
     def _keep_result(self, result: Any) -> None:
-        """Keeps the result as the job says, else its task, else the queue."""
+        """Encodes the result if another job uses it, or if the job keeps it, else its task, else the queue."""
         task_options = self.task_options
         if (task_options is None or task_options.keep_done_ms is None) and self._record[:1] not in _OWN_OPTIONS:
             if self.max_result_bytes:
                 self.result = encode_result(result, self.max_result_bytes)
             return
-        for own in (stored_options(self._record), self.task_options):
+        stored = stored_options(self._record)
+        for own in (stored, self.task_options):
             if own is not None and own.keep_done_ms is not None:
                 self.keep_done_ms = own.keep_done_ms
                 break
-        if self.keep_done_ms == 0:
+        # The job that uses the result gets it when this one is settled, so nothing has to keep it.
+        is_wanted = stored is not None and stored.is_result_wanted
+        if self.keep_done_ms == 0 and not is_wanted:
             self.result = b"" if self.max_result_bytes else None
-        elif self.keep_done_ms is not None and self.limits is not None:
+        elif (is_wanted or self.keep_done_ms is not None) and self.limits is not None:
             self.result = encode_result(result, self.limits.max_result_bytes)
         elif self.max_result_bytes:
             self.result = encode_result(result, self.max_result_bytes)
@@ -291,7 +316,8 @@ class AttemptRunner:
             return Run(coroutine, job_id)
         slot.words[LENIENCE] = CANCEL_MS
         position = slot.words[POSITION]
-        due = time.monotonic() + self.timeout_seconds if self.timeout_seconds else None
+        left = self.timeout_seconds - self._spent_seconds
+        due = time.monotonic() + left if self.timeout_seconds else None
         run = Run(coroutine, job_id, slot.words, due)
         self._run = position, run
         if self.killed == position:
@@ -382,12 +408,19 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
     identifier = record.identifier or job_id
     enqueued_at = record.enqueued_us / 1e6
     about = (identifier, record.type, record.priority, enqueued_at)
-    tick_ms = None if record.options is None else record.options.tick_ms
-    return record.data, Job(queue, job_id, *about, fence, counts, record.trace, record.snooze_count, tick_ms)
+    more: tuple[Any, ...] = (record.trace, record.snooze_count)
+    if (options := record.options) is not None:
+        inputs = Inputs(options.input_count, options.input_use) if options.input_count else None
+        more = (*more, options.tick_ms, inputs)
+    return record.data, Job(queue, job_id, *about, fence, counts, *more)
 
 
 def _never() -> bool:
     return False
+
+
+def _none_are_known(job_id: str, count: int) -> list[bytes] | None:
+    return None
 
 
 class _DeadlinePassed(TimeoutError):

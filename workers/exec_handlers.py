@@ -318,6 +318,7 @@ def assignment(data: Any, job: Job, worker: str) -> bytes:
         enqueued_at=job.enqueued_at,
         fence=job.fence,
         trace=job.trace,
+        results=None if job._inputs is None else job.results(),
     )
     message = {
         "topic": "job_assignment",
@@ -514,9 +515,12 @@ class ExecOnceHandler:
             "FORQ_ATTEMPT": str(attempt_number(job)),
             "FORQ_FENCE": str(job.fence),
         }
+        lines = orjson.dumps(data) + b"\n"
+        if job._inputs is not None:
+            lines += orjson.dumps(job.results()) + b"\n"
         program = start_program(self._line, job, environ, self._keep_fds)
         try:
-            program.send(orjson.dumps(data) + b"\n")
+            program.send(lines)
             failure = None if (code := program.wait()) == 0 else describe_exit(code, once=True)
         finally:
             tail = program.output.end()

@@ -160,7 +160,7 @@ class WorkerLoop:
         self._dropped_count = self._next_dropped_log_ns = 0
         self._now = clock_ns
         self._stop = threading.Event()
-        attempts.stopping = self._stop.is_set
+        attempts.stopping, attempts.read_inputs = self._stop.is_set, consumer.read_inputs
         self._number = 0
         self._want = self._want_when_idle = 1
         # Halved after a slow job; grows by a quarter with each batch without one.
@@ -526,7 +526,7 @@ class WorkerLoop:
     def use(self, attempts: AttemptRunner) -> None:
         """Runs jobs with these handlers from the next turn on. Called before the first turn."""
         self._attempts = attempts
-        attempts.stopping = self._stop.is_set
+        attempts.stopping, attempts.read_inputs = self._stop.is_set, self.consumer.read_inputs
 
     def lane_may_have_jobs(self) -> bool:
         """Whether the retry lane may have jobs. True if Redis does not answer."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, Literal, Required, TypedDict
+from typing import Any, Literal, Protocol, Required, TypedDict
 
 # As given by a user: "30s", 30, 0.5, timedelta(minutes=5).
 Duration = str | float | timedelta
@@ -12,14 +12,45 @@ UpdateRunAt = bool | Literal["if_later", "if_earlier"]
 Durable = Literal["replica"]
 Overlap = Literal["skip", "queue"]
 Flows = Literal["off", "auto", "on"]
+# When a job may run that waits for others: once all are done; once all have ended, however; once one is dead.
 When = Literal["done", "ended", "dead"]
 CatchUp = Literal["once", "all", "none"]
 # States of `Queue.jobs`; `Queue.job` shows a blocked job as the job that it waits for.
 State = Literal["waiting", "scheduled", "active", "blocked", "held", "retry", "done", "dead"]
 JobState = Literal["waiting", "scheduled", "active", "held", "retry", "done", "dead"]
+# Of a job that a held one waits for; "gone": nothing is known about it. Its end may not have been followed yet.
+DependencyState = Literal[
+    "waiting",
+    "scheduled",
+    "active",
+    "blocked",
+    "held",
+    "retry",
+    "done",
+    "released",
+    "dead",
+    "expired",
+    "cancelled",
+    "dropped",
+    "gone",
+]
 RemoteControl = Literal["off", "read", "full"]
 # "undelivered": in the outbox of a Django project.
 RefState = Literal["waiting", "scheduled", "active", "held", "retry", "done", "dead", "gone", "undelivered"]
+
+
+class SupportsRef(Protocol):
+    """A job of a queue, such as a `forq.app.JobRef`."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def queue(self) -> str: ...
+
+
+# The jobs that a new job waits for.
+After = str | SupportsRef | Sequence[str | SupportsRef]
 
 
 class WorkQueueOptions(TypedDict, total=False):
@@ -93,12 +124,23 @@ class OwnOptionsInfo(TypedDict, total=False):
     max_retries: int
     backoff: list[str]
     keep_done: str
+    # Of held jobs; of others, `expires_at` is the time.
+    expires_in: str
 
 
 class ProgressInfo(TypedDict):
     fraction: float
     text: str
     at: float
+
+
+class DependencyInfo(TypedDict, total=False):
+    """A job, or a batch (with state None), that a held job waits for. `run_at`: of a scheduled job."""
+
+    kind: Required[Literal["job", "batch"]]
+    id: Required[str]
+    state: Required[DependencyState | None]
+    run_at: float
 
 
 class JobInfo(TypedDict, total=False):
@@ -132,6 +174,15 @@ class JobInfo(TypedDict, total=False):
     worker: str
     fence: int
     removed: bool
+    # Held jobs: what they wait for (the first 100), how many these are, and how many have ended.
+    when: When
+    with_results: bool
+    waits_for: list[DependencyInfo]
+    waits_for_count: int
+    waited_for: int
+    # Live jobs for which others wait: the first 20 of them, and how many there are, with those cancelled since.
+    dependants: list[str]
+    dependants_count: int
     # Done jobs.
     ended_at: float
     run_seconds: float | None
@@ -166,6 +217,8 @@ class JobDetails(JobBrief, total=False):
     # Active jobs.
     worker: str
     removed: bool
+    # Held jobs: the number of jobs that they wait for.
+    waits_for_count: int
     # Active, done and dead jobs.
     fence: int
     # Dead jobs. `error`: the name of the exception; `attempts`: the number of those that are kept.

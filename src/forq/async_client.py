@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any, Literal, Self, TypeVar, Unpack, overload
 
 from forq.api_types import (
+    After,
     CatchUp,
     Durable,
     Duration,
@@ -35,6 +36,7 @@ from forq.api_types import (
     State,
     SupervisorInfo,
     UpdateRunAt,
+    When,
 )
 from forq.broker.async_connection import run_blocking
 from forq.broker.async_link import AsyncLink, Pool
@@ -317,6 +319,9 @@ class AsyncQueue:
         update_run_at: UpdateRunAt = True,
         reset_counts: bool | None = None,
         durable: Durable | None = None,
+        after: After = (),
+        when: When = "done",
+        with_results: bool = False,
         **own: Unpack[OwnOptions],
     ) -> str:
         """See Queue.enqueue. A call that is cancelled has stored the job or not: use a `token` to repeat it."""
@@ -335,6 +340,9 @@ class AsyncQueue:
                 update_run_at=update_run_at,
                 reset_counts=reset_counts,
                 durable=durable,
+                after=after,
+                when=when,
+                with_results=with_results,
                 **own,
             )
         )

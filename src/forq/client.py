@@ -9,6 +9,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Literal, Self, TypeVar, Unpack, cast, overload
 
 from forq.api_types import (
+    After,
     CatchUp,
     Durable,
     Duration,
@@ -26,6 +27,7 @@ from forq.api_types import (
     State,
     SupervisorInfo,
     UpdateRunAt,
+    When,
 )
 from forq.batch import Batch, open_batch
 from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
@@ -221,6 +223,9 @@ class Queue:
         update_run_at: UpdateRunAt = True,
         reset_counts: bool | None = None,
         durable: Durable | None = None,
+        after: After = (),
+        when: When = "done",
+        with_results: bool = False,
         **own: Unpack[OwnOptions],
     ) -> str:
         """Stores a job and returns its id; when it returns, the job is in Redis.
@@ -242,6 +247,12 @@ class Queue:
         `timeout`, `max_retries`, `backoff` (a delay, or the delays before the first, second … retry; the last one
         repeats) and `keep_done` override the queue's options for this job. After `expires_in`, counted from the time it
         may run, a job that has not started becomes dead instead of running. Durations: "30s", seconds or a timedelta.
+
+        `after`: the jobs of this queue, by id or ref, that it waits for; until then it is held. It becomes waiting
+        `when` all of them are "done" (if one ends otherwise, this job is dead), when all have "ended", however, or
+        when one is "dead" (if none dies, this job is cancelled). `with_results`: its handler can read their results,
+        which are kept for it. UnknownDependency if the queue does not know one of them: nothing is stored. Exists if
+        the queue holds a job with this id: a job gets what it waits for when it is stored, and not later.
         """
         job = new_job(
             data,
@@ -252,6 +263,10 @@ class Queue:
             token=token,
             run_at=run_at,
             run_in=run_in,
+            after=after,
+            when=when,
+            with_results=with_results,
+            queue=self.name,
             **own,
         )
         update = DEFAULT_UPDATE
@@ -310,7 +325,7 @@ class Queue:
         return self._producer().enqueue_many_identified(jobs, update, durable)
 
     def cancel(self, id: str) -> bool:
-        """Removes a waiting, scheduled or blocked job; False if it runs, has ended or never existed."""
+        """Removes a waiting, scheduled, blocked or held job; False if it runs, has ended or never existed."""
         return self._cancel(id)
 
     def _cancel(self, id: str, identity: JobIdentity | None = None) -> bool:

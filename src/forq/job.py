@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from importlib.util import find_spec
 from typing import Any, NamedTuple, Protocol
 
+from forq.errors import NoResult, UsageError
 from forq.values import check_progress
 
 TraceContext = dict[str, str]
@@ -70,6 +71,37 @@ class TaskResult(NamedTuple):
     pack: Callable[[Any], Any]
 
 
+class Inputs(NamedTuple):
+    """The results of the jobs that a job has waited for. `use`: how it gets them (broker/dependencies.py). `packed`:
+    'HOW RESULT' of each; RESULT is JSON, '!' and the reason why there is none, or '' for a job that is not done."""
+
+    total: int
+    use: int
+    packed: tuple[bytes, ...] = ()
+
+
+# How a job ended that has succeeded.
+_SUCCESS = (b"done", b"released")
+
+
+def _read_input(job_id: str, number: int, packed: bytes) -> Any:
+    how, _, result = packed.partition(b" ")
+    if how not in _SUCCESS:
+        return None
+    if result[:1] in (b"", b"!"):
+        reason = result[1:].decode(errors="replace") or "it was lost"
+        raise NoResult(
+            f"dependency {number} of job {job_id!r} succeeded, but has no result: {reason}; let its handler return a "
+            "JSON value that is not longer than max_data"
+        )
+    import orjson
+
+    try:
+        return orjson.loads(result)
+    except ValueError as exc:
+        raise NoResult(f"the result of dependency {number} of job {job_id!r} is not JSON: {exc}") from exc
+
+
 class Reporter(Protocol):
     """Reports a job's progress. `position`: the worker's slot position while it runs this job."""
 
@@ -90,6 +122,7 @@ class Job:
 
     __slots__ = (
         "_attempts",
+        "_inputs",
         "_position",
         "_reporter",
         "_tick_ms",
@@ -120,6 +153,7 @@ class Job:
         trace: TraceContext | None = None,
         snoozes: int = 0,
         tick_ms: int | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         self.queue = queue
         self.id = id
@@ -137,6 +171,8 @@ class Job:
         self.snoozes = snoozes
         # Of the schedule that made the job: epoch ms.
         self._tick_ms = tick_ms
+        # None: it uses no results of other jobs.
+        self._inputs = inputs
         # Set by the worker.
         self._attempts: Attempts | None = None
         self._reporter: Reporter | None = None
@@ -170,6 +206,20 @@ class Job:
         """The time for which a schedule made this job, in UTC; None if none did."""
         return None if self._tick_ms is None else datetime.fromtimestamp(self._tick_ms / 1000, UTC)
 
+    def results(self) -> list[Any]:
+        """The results of the jobs that this one has waited for, in the order of `after`; None for one that has not
+        succeeded.
+
+        NoResult if one has succeeded without a result that can be used; UsageError if this job was enqueued without
+        with_results=True.
+        """
+        if self._inputs is None:
+            raise UsageError(
+                f"job {self.id!r} has no results of other jobs: enqueue it with after=… and with_results=True; a dead "
+                "job that is retried has lost them"
+            )
+        return [_read_input(self.id, number, packed) for number, packed in enumerate(self._inputs.packed, 1)]
+
     def progress(self, fraction: float, text: str = "") -> None:
         """Reports the job's progress: a fraction from 0 to 1, and an optional text (cut at 200 characters).
 
@@ -185,7 +235,7 @@ class Job:
         """Without the reporter, which belongs to this process."""
         counts = (self.retry_count, self.stall_count, self.timeout_count)
         about = (self.queue, self.id, self.identifier, self.type, self.priority, self.enqueued_at, self.fence, counts)
-        return Job, (*about, self.trace, self.snoozes, self._tick_ms)
+        return Job, (*about, self.trace, self.snoozes, self._tick_ms, self._inputs)
 
     def __repr__(self) -> str:
         return f"Job(queue={self.queue!r}, id={self.id!r}, identifier={self.identifier!r}, fence={self.fence})"
@@ -204,8 +254,10 @@ def assignment_payload(
     enqueued_at: float,
     fence: int,
     trace: TraceContext | None = None,
+    results: list[Any] | None = None,
 ) -> dict[str, Any]:
     """The payload for the bridge and exec handlers (docs/reference/bridge.md). `counts`: retries, stalls, timeouts.
+    `results`: of the jobs that it has waited for; None: it uses none.
 
     The fields of data that came through a bridge are repeated under the bridge's names.
     """
@@ -225,6 +277,7 @@ def assignment_payload(
         "fence": fence,
         "data": data,
         **({"trace": trace} if trace else {}),
+        **({} if results is None else {"results": results}),
     }
 
 

@@ -2,7 +2,8 @@
 record of a job.
 
 Packed options are one word, such as `t=30000,r=5,b=1000:5000,k=3600000` (durations in ms). Scripts read
-single options from it. A record may also have `x=EXPIRES_MS` and `T=TICK_MS`.
+single options from it. A record may also have `x=EXPIRES_MS` and `T=TICK_MS`. Only the copy that a worker gets has the
+marks `w=1`, `i=COUNT` and `I=USE` (StoredOptions).
 """
 
 from collections.abc import Mapping, Sequence
@@ -67,10 +68,17 @@ class AttemptOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredOptions(AttemptOptions):
-    """The options in a job's record. `expires_ms`: epoch ms. `tick_ms`: of the schedule that made the job."""
+    """The options in a job's record. `expires_ms`: epoch ms. `tick_ms`: of the schedule that made the job.
+
+    The rest are marks of a claimed job. `is_result_wanted`: another job uses its result. `input_count`: the number of
+    jobs that it has waited for, if it uses their results, and how (`input_use`, dependencies.py).
+    """
 
     expires_ms: int | None = None
     tick_ms: int | None = None
+    is_result_wanted: bool = False
+    input_count: int = 0
+    input_use: int = 0
 
 
 _NO_OPTIONS = AttemptOptions()
@@ -163,6 +171,9 @@ _READERS: Mapping[str, Any] = {
     "k": lambda value: {"keep_done_ms": int(value)},
     "x": lambda value: {"expires_ms": int(value)},
     "T": lambda value: {"tick_ms": int(value)},
+    "w": lambda value: {"is_result_wanted": value == "1"},
+    "i": lambda value: {"input_count": int(value)},
+    "I": lambda value: {"input_use": int(value)},
 }
 
 

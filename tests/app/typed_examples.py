@@ -80,6 +80,9 @@ def right_uses() -> None:
     assert_type(send.enqueue("a").result(timeout=5), Receipt)
     assert_type(send.using(run_in=60, id="42", priority=0).enqueue("a"), JobRef[Receipt])
     assert_type(send.using(timeout="5m", backoff=[1, 5], expires_in=60, keep_done="1h").enqueue("a"), JobRef[Receipt])
+    assert_type(send.using(after=[plain.ref("1"), bare.ref("2"), "3"], when="ended").enqueue("a"), JobRef[Receipt])
+    assert_type(send.using(after=plain.enqueue("a"), with_results=True).enqueue("a"), JobRef[Receipt])
+    assert_type(forq.current_job().results(), list[Any])
     assert_type(send.prepare("a"), Prepared[Receipt])
     assert_type(send.ref("42").result(), Receipt)
     assert_type(app.enqueue_many(send.prepare(to) for to in ["a", "b"]), list[JobRef[Receipt]])
@@ -183,6 +186,10 @@ def wrong_uses() -> None:
     send.enqueue("a", "b", 3)  # wrong
     send.prepare(7)  # wrong
     send.using(run_in="60")  # wrong
+    send.using(after=42)  # wrong
+    send.using(after=[plain])  # wrong
+    send.using(after="42", when="failed")  # wrong
+    send.using(after="42", with_results="yes")  # wrong
     send.using(prority=1)  # wrong
     send.using(id=42).enqueue("a")  # wrong
     send.using(id="42").enqueue(7)  # wrong

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from forq.api_types import When
 from forq.broker.dependencies import AS_LIST
 from forq.broker.enqueue import NewJob, Update, new_job
 from forq.broker.scripts import script
@@ -11,7 +12,7 @@ from forq.errors import Exists, FlowsOff, QueueFull, UnknownDependency, UsageErr
 from tests.support.drive.one_queue import HandWorker, OneQueue
 
 
-def after(job_id: str, *names: str, when: str = "done", **more: Any) -> NewJob:
+def after(job_id: str, *names: str, when: When = "done", **more: Any) -> NewJob:
     return new_job({"n": job_id}, id=job_id, after=names, when=when, **more)
 
 
@@ -365,3 +366,84 @@ def test_results_as_the_first_argument_are_marked(queue: OneQueue, worker: HandW
     worker.turn(1)
     record = worker.consumer.turn(9, [b"a", worker.fence, 7], [], 0, 1, [1, b"4"]).jobs[1]
     assert b"i=1,I=3" in record
+
+
+@pytest.mark.parametrize("ids", ["x", "xy", "xyz"])
+def test_a_job_that_waits_for_an_id_stored_later_waits_for_the_one_that_has_ended(
+    queue: OneQueue, worker: HandWorker, ids: str
+) -> None:
+    """Each waits for the next one, the last for the first: bound to the new jobs, they would wait for ever."""
+    queue.set_options(flows=2)
+    queue.enqueue(*ids)
+    worker.turn(5)
+    worker.turn(0, done=ids)
+    store(queue, *(after(job_id, ids[(at + 1) % len(ids)]) for at, job_id in enumerate(ids)))
+    assert worker.turn(5) == list(ids[:-1] or ids)
+
+
+def test_the_result_of_an_earlier_job_is_not_that_of_a_death(queue: OneQueue, worker: HandWorker) -> None:
+    queue.set_options(flows=2, keep_done_ms=60_000)
+    queue.enqueue("a")
+    worker.turn(1)
+    worker.turn(0, done="a", results={"a": "1"})
+    queue.enqueue("a")
+    worker.turn(1)
+    worker.turn(0, failed="a")
+    store(queue, after("b", "a", when="ended", with_results=True))
+    assert queue.hash("inputs") == {"b": "1 1", "b 1": "dead "}
+
+
+def test_a_result_that_was_lost_with_its_worker_counts_as_not_kept(queue: OneQueue, worker: HandWorker) -> None:
+    queue.set_options(flows=2, keep_done_ms=60_000)
+    queue.enqueue("a", "b")
+    worker.turn(2)
+    queue.recover(worker, 1, running=True)
+    assert queue.hash("ends") == {"a": "done"}
+    with pytest.raises(UsageError, match="the result of job 'a' of queue 'q' is not kept"):
+        store(queue, after("c", "a", with_results=True))
+
+
+def test_the_size_of_held_records_counts_while_no_other_job_exists(queue: OneQueue, worker: HandWorker) -> None:
+    """Claims read as many records at once as fit into their limit, if none is larger than this."""
+    store(queue, new_job(1, id="a"))
+    for part in range(4):
+        store(queue, *(after(f"j{part}.{number}", "a", when="dead") for number in range(300)))
+    store(queue, new_job("x" * 100_000, id="last", after="a"))
+    worker.turn(1)
+    assert worker.turn(1, done="a") == []
+    queue.recovery().heartbeat("q", 15_000, [])
+    assert queue.state().jobs == set()
+    assert "last" in held(queue)
+    assert int(queue.hash("options")["largest_record"]) > 100_000
+
+
+def test_a_hint_of_an_earlier_job_ends_nothing_of_a_held_one(queue: OneQueue, worker: HandWorker) -> None:
+    queue.enqueue("b", "x")
+    queue.redis.hdel(queue.key("jobs"), "b")
+    store(queue, after("b", "x"), after("c", "b"))
+    assert worker.turn(2) == ["x"]
+    assert queue.inspector.counts().dropped == 1
+    assert held(queue) == {"b", "c"}
+    assert worker.turn(1, done="x") == ["b"]
+    assert worker.turn(1, done="b") == ["c"]
+
+
+def test_a_job_whose_record_is_lost_leaves_no_inputs(queue: OneQueue, worker: HandWorker) -> None:
+    store(queue, new_job(1, id="a"), after("b", "a", with_results=True), after("c", "b", when="ended"))
+    worker.turn(1)
+    worker.turn(0, done="a", results={"a": "1"})
+    queue.redis.hdel(queue.key("jobs"), "b")
+    assert worker.turn(1) == ["c"]
+    worker.turn(0, done="c")
+    assert is_clean(queue)
+    assert verbs(queue, "c") == ["enqueued", "held", "met", "claimed", "done"]
+
+
+def test_a_job_that_can_never_run_has_no_expiry_of_a_job_that_was_ready(queue: OneQueue, worker: HandWorker) -> None:
+    store(queue, new_job(1, id="a"), after("b", "a", expires_in=3600, max_retries=4))
+    worker.turn(1)
+    worker.turn(0, failed="a")
+    job = queue.inspector.job("b")
+    assert job["state"] == "dead"
+    assert "expires_at" not in job
+    assert job["options"] == {"max_retries": 4}

@@ -198,7 +198,7 @@ def test_a_page_reads_only_lists_that_are_not_empty(queue: OneQueue, monkeypatch
 
     monkeypatch.setattr(queue.link, "call", counted)
     assert ids(queue) == ["a", "b"]
-    assert commands == ["HSCAN", "LRANGE", "HMGET", "ZRANGE"]
+    assert commands == ["HSCAN", "LRANGE", "HMGET", "ZRANGE", "HSCAN"]
 
 
 def test_paging_through_the_dead(queue: OneQueue) -> None:

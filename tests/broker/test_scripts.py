@@ -177,7 +177,7 @@ def test_a_library_with_another_text_has_other_function_names(monkeypatch: pytes
 
 def test_every_refusal_code_has_its_own_error() -> None:
     refusals = {name: value for name, value in LUA_CONSTANTS.items() if value < 0}
-    texts = {str(error_for("q", [value, b"1", 2])) for value in refusals.values()}
+    texts = {str(error_for("q", [value, b"1", 2, 1])) for value in refusals.values()}
     assert len(texts) == len(refusals)
     assert not any("unexpected" in text for text in texts)
     assert type(error_for("q", [-99])) is ForqError

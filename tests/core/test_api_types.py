@@ -32,12 +32,16 @@ def test_counts_of_queues() -> None:
 def test_fields_of_jobs_in_every_state(redis_url: str) -> None:
     with one_queue(redis_url, keep_done_ms=60_000) as queue:
         seen: set[str] = set()
-        for state in ("waiting", "scheduled", "active", "done", "dead"):
+        for state in ("waiting", "scheduled", "active", "held", "done", "dead"):
             in_state(queue, state)
             shown: Any = Client(queue.url).queue("q").job(state)
             assert shown["state"] == state
             assert set(shown) <= keys(api_types.JobInfo)
             seen |= set(shown)
+        seen |= set(Client(queue.url).queue("q").job("active"))
+        waits_for: Any = Client(queue.url).queue("q").job("held")["waits_for"]
+        assert [set(each) for each in waits_for] == [keys(api_types.DependencyInfo), {"kind", "id", "state"}]
+        assert set(get_args(api_types.JobState)) | {"blocked", "gone"} <= set(get_args(api_types.DependencyState))
         rare = {"trace", "result_error", "record_error", "snooze_count", "tick"}
         assert keys(api_types.JobInfo) - seen == rare, "not of these jobs"
         page: Any = Client(queue.url).queue("q").dead().jobs[0]
@@ -48,7 +52,9 @@ def test_fields_of_jobs_in_every_state(redis_url: str) -> None:
 
 def in_state(queue: OneQueue, state: str) -> None:
     client = Client(queue.url).queue("q")
-    client.enqueue({}, id=state, run_in=60 if state == "scheduled" else None, timeout="5m", expires_in="1h")
+    after = ["scheduled", "active"] if state == "held" else ()
+    run_in = 60 if state == "scheduled" else None
+    client.enqueue({}, id=state, run_in=run_in, timeout="5m", expires_in="1h", after=after)
     if state in ("active", "done", "dead"):
         worker = queue.worker(state)
         worker.turn(want=10)

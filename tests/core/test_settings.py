@@ -121,6 +121,7 @@ def test_the_defaults_are_those_of_the_release() -> None:
         "dead_max": 10_000,
         "dead_ttl": 604800.0,
         "dedup_ttl": 86400.0,
+        "flows": "auto",
         "journal": True,
         "journal_max": 16 * 1024 * 1024,
     }
@@ -218,7 +219,17 @@ def test_a_queue_that_releases_needs_no_handler_and_keeps_its_mode_in_json() -> 
 
 @pytest.mark.spec("N9")
 def test_the_release_modes_have_their_own_options_and_what_every_queue_has() -> None:
-    every = {"max_items", "max_data", "stop_grace", "dead_max", "dead_ttl", "dedup_ttl", "journal", "journal_max"}
+    every = {
+        "max_items",
+        "max_data",
+        "stop_grace",
+        "dead_max",
+        "dead_ttl",
+        "dedup_ttl",
+        "flows",
+        "journal",
+        "journal_max",
+    }
     assert {name: value for name, value in defaults("auto_release").items() if name not in every} == {
         "release_interval": 0.1,
         "release_retries": 10,

@@ -55,6 +55,9 @@ class ScriptedConsumer:
     def wait_for_turn(self, number: int, want: int) -> Turn | None:
         return self.turn(number, [], [], 0, want, [])
 
+    def read_inputs(self, job_id: str, count: int) -> list[bytes] | None:
+        return None
+
     def wait_for_job(self) -> bool:
         self.waits += 1
         return True

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Unpack, get_args, get_origin, get_type_hints
 
 from forq.app.convert import Converter, show_annotation
 from forq.app.packing import Misfit
-from forq.errors import ArgumentsDoNotFit, DoesNotFit, InvalidTask
+from forq.errors import ArgumentsDoNotFit, DoesNotFit, InvalidTask, UsageError
 from forq.values import shown
 
 _NO_RESULT = (Parameter.empty, None, type(None), NoReturn, "None", "NoReturn", "typing.NoReturn", "Never")
@@ -84,7 +84,24 @@ class Signature:
         Raises the TypeError of the call itself for wrong arguments, and DoesNotFit, which is a TypeError too, for a
         value of the wrong type.
         """
-        values = self._bind(*args, **kwargs)
+        return self._pack(self._bind(*args, **kwargs))
+
+    def pack_rest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """The same for a call without its first argument, which will be the result of another job."""
+        self.first_parameter()
+        # An absent value is not stored.
+        return self._pack(self._bind(_ABSENT, *args, **kwargs))
+
+    def first_parameter(self) -> str:
+        """The parameter that gets the result of another job. UsageError if there is none."""
+        if not self._positional:
+            raise UsageError(
+                f"task {self._task_name}, {self.text}, has no positional parameter, so it cannot get the result of "
+                "another job as its first argument; give it one, or read forq.current_job().results()"
+            )
+        return self._positional[0]
+
+    def _pack(self, values: tuple[Any, ...]) -> dict[str, Any]:
         if not self._resolved:
             self._resolve()
         packed = {}

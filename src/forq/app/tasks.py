@@ -9,8 +9,9 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypedDict, TypeVar, Unpack, cast
 
-from forq.api_types import Durable, Duration, IfExists, OwnOptions, RefState
+from forq.api_types import Durable, Duration, IfExists, OwnOptions, RefState, When
 from forq.app.signature import NOT_DIRECTLY, Signature
+from forq.broker.dependencies import AS_ARGUMENT, AS_LIST, NOT_USED, pack_after
 from forq.broker.enqueue import JobIdentity, NewJob, new_job, plain_job
 from forq.broker.record import pack_names
 from forq.errors import ArgumentsDoNotFit, ForqError, Permanent, Snooze, UnknownJob, UnknownQueue, UsageError
@@ -32,7 +33,11 @@ T = TypeVar("T", covariant=True)
 
 
 class JobOptions(TypedDict, total=False):
-    """Options of one job, for `Task.using`. `on_commit`, `outbox`: the alias of a database, in Django projects only."""
+    """Options of one job, for `Task.using`. `on_commit`, `outbox`: the alias of a database, in Django projects only.
+
+    `after`: jobs of the same queue that it waits for. `when`: how they have to end. `with_results`: it reads their
+    results with `Job.results`.
+    """
 
     queue: str
     id: str
@@ -48,6 +53,9 @@ class JobOptions(TypedDict, total=False):
     backoff: Duration | Sequence[Duration]
     expires_in: Duration
     keep_done: Duration
+    after: "str | JobRef[Any] | Sequence[str | JobRef[Any]]"
+    when: When
+    with_results: bool
     on_commit: str
     outbox: str
 
@@ -55,6 +63,7 @@ class JobOptions(TypedDict, total=False):
 NO_OPTIONS = AttemptOptions()
 # Those that `new_job` takes.
 _JOB_FIELDS = ("id", "identifier", "priority", "run_at", "run_in", "token")
+_AFTER_FIELDS = frozenset(("after", "when", "with_results"))
 
 # What users of Celery, RQ, Dramatiq, Taskiq and Procrastinate try first.
 _ENQUEUE = "{task}.enqueue(…), with options {task}.using(run_in=60, id=…).enqueue(…)"
@@ -99,8 +108,13 @@ class JobRef(Generic[T]):
     def app(self) -> "App":
         return self._task.app
 
+    @property
+    def keeps_result(self) -> bool:
+        """Whether the job keeps its result, whatever the queue's keep_done is."""
+        return self._keeps
+
     def state(self) -> RefState:
-        """The job's state: waiting, scheduled, active, retry, done, dead; gone if nothing is known about it."""
+        """The job's state: waiting, scheduled, active, held, retry, done, dead; gone if nothing is known about it."""
         try:
             job = self._task.app.client.queue(self.queue).job(self.id)
         except UnknownJob:
@@ -164,6 +178,11 @@ class Sender(Generic[P, T]):
         own = {name: value for name, value in options.items() if name in OwnOptions.__annotations__}
         if own:
             self._fields["options"] = pack_job_options(**cast(OwnOptions, own))
+        # What its jobs wait for.
+        self._after = ""
+        if not _AFTER_FIELDS.isdisjoint(options):
+            about = (options.get("after", ()), options.get("when", "done"), options.get("with_results", False))
+            self._after = pack_after(*about, queue=queue)
         self._if_exists: IfExists = options.get("if_exists", "update")
         self._durable = options.get("durable")
         # Whether the results of its jobs are kept, whatever the queue's keep_done is. None: as the task says.
@@ -203,8 +222,10 @@ class Sender(Generic[P, T]):
         task = self._task
         data = task.signature.pack(args, kwargs)
         if not self._fields:
-            return plain_job(data, task._names, current_trace())
-        return new_job(data, type=task.name, **self._fields)
+            job = plain_job(data, task._names, current_trace())
+        else:
+            job = new_job(data, type=task.name, **self._fields)
+        return job._replace(after=self._after) if self._after else job
 
     def _ref(self, id: str, identity: JobIdentity | None) -> JobRef[T]:
         # With "skip" it may be a job that an earlier call stored.
@@ -284,6 +305,8 @@ class Task(Sender[P, T]):
 
     def run_job(self, data: Any, job: Job) -> Any:
         """In a worker: calls the function with the stored arguments. Returns a TaskResult, or None."""
+        if job._inputs is not None:
+            data = self._with_results(data, job)
         if self.app._has_hooks:
             return self._run_converted(data, job)
         before = RUNNING.set(job)
@@ -313,6 +336,18 @@ class Task(Sender[P, T]):
         finally:
             RUNNING.reset(before)
 
+    def _with_results(self, data: Any, job: Job) -> Any:
+        """The stored arguments, with the results of other jobs as the first one if the job was enqueued so."""
+        use = NOT_USED if job._inputs is None else job._inputs.use
+        if use not in (AS_ARGUMENT, AS_LIST) or type(data) is not dict:
+            return data
+        try:
+            first = self.signature.first_parameter()
+        except UsageError as exc:
+            raise later_or_dead(job, str(exc)) from exc
+        results = job.results()
+        return {first: results[0] if use == AS_ARGUMENT else results, **data}
+
     def _unpack(self, data: Any, job: Job) -> tuple[list[Any], dict[str, Any]]:
         try:
             return self.signature.unpack(data)
@@ -335,6 +370,8 @@ class AsyncTask(Task[P, T]):
         return cast("Coroutine[Any, Any, T]", self.function(*args, **kwargs))
 
     async def run_job(self, data: Any, job: Job) -> Any:
+        if job._inputs is not None:
+            data = self._with_results(data, job)
         args, kwargs = self._unpack(data, job)
         RUNNING.set(job)
         try:
@@ -368,6 +405,12 @@ class _ByName:
         if args:
             raise TypeError(f"the parameters of task {self._task_name!r} are unknown here: pass arguments by name")
         return dict(kwargs)
+
+    def pack_rest(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        raise UsageError(
+            f"the parameters of task {self._task_name!r} are unknown here, so it cannot get the result of another job "
+            "as its first argument; use the task itself, or after=… and with_results=True"
+        )
 
     def unpack_result(self, data: Any) -> Any:
         return data

@@ -21,7 +21,7 @@ from forq.errors import ForqError, QueueFull, UsageError
 from forq.values import check_job_id, check_queue_name, shown
 
 MAX_IDS = 1000
-CANCELLED_STATES = ("waiting", "scheduled", "retry")
+CANCELLED_STATES = ("waiting", "scheduled", "retry", "held")
 # Calls of cancel that are sent at once.
 _CANCELS = 100
 # NOW_MS of the first request '/' position.
@@ -101,7 +101,10 @@ class BulkChanges:
         # It returns whole records, and none is longer than this. A queue of an earlier release may lack the option.
         largest = int(self._link.call("HGET", f"{self._base}:options", "largest_record") or 0) or READ_BYTES
         count = max(1, min(CHUNK, READ_BYTES // largest))
-        found, flat = self._link.call("HSCAN", f"{self._base}:jobs", cursor, "COUNT", count)
+        name = "held:jobs" if state == "held" else "jobs"
+        found, flat = self._link.call("HSCAN", f"{self._base}:{name}", cursor, "COUNT", count)
+        if state == "held":
+            return found.decode(), self._search.held_jobs(flat[::2], flat[1::2])
         return found.decode(), self._search.live_jobs(flat[::2], state, flat[1::2], with_errors=with_errors)
 
     def _read_live_cursor(self, after: object) -> tuple[int, str]:

@@ -139,6 +139,16 @@ class Consumer:
         """Call before blocking: others need the id to unblock this connection."""
         self.link.fetch_client_id(at=self._base)
 
+    def read_inputs(self, job_id: str, count: int) -> list[bytes] | None:
+        """'HOW RESULT' of each job that this one has waited for, '' for one that has not ended; None if this job has
+        ended. No call reads more than READ_BYTES, unless one result is longer."""
+        key = f"{self._base}:inputs"
+        found = list(self.link.hash_values(key, [f"{job_id} {number}" for number in range(1, count + 1)]))
+        # All are deleted in one call when the job ends. So if this one is still there, none was missing.
+        if not self.link.call("HEXISTS", key, job_id):
+            return None
+        return [each or b"" for each in found]
+
     def lane_has_jobs(self) -> bool:
         """Whether the retry lane or the suspects hold anything (stale hints count)."""
         return bool(self.link.call("EXISTS", *self._retry_lane_keys))

@@ -14,29 +14,43 @@ NOT_USED, READ, AS_ARGUMENT, AS_LIST = 0, 1, 2, 3
 
 
 class After(NamedTuple):
-    """Checked dependencies of a new job, in order. `words`: as enqueue.lua reads them (flows.read_after)."""
+    """Checked dependencies of a new job, in order. `words`: as enqueue.lua reads them (flows.read_after). `are_kept`: their
+    tasks keep their results."""
 
     words: tuple[str, ...]
     when: str = "done"
     use: int = NOT_USED
+    are_kept: bool = False
 
     def pack(self) -> str:
         """As enqueue.lua reads it; '' for no dependencies."""
-        return f"{self.when} {self.use} {' '.join(self.words)}" if self.words else ""
+        use = f"{self.use}k" if self.are_kept and self.use else f"{self.use}"
+        return f"{self.when} {use} {' '.join(self.words)}" if self.words else ""
 
 
 def check_after(after: Any, when: object = "done", *, use: int = NOT_USED, queue: str | None = None) -> After:
     """Checks dependencies as a user gives them: an id or a ref, or several. A ref must be of the same queue."""
     if when not in get_args(When):
         raise UsageError(f"when {shown(when)} is not allowed: {', '.join(map(repr, get_args(When)))}")
-    given = [after] if isinstance(after, str) or not isinstance(after, Iterable) else list(after)
+    # A ref may be a named tuple.
+    several = isinstance(after, Iterable) and not isinstance(after, str) and not hasattr(after, "queue")
+    given = list(after) if several else [after]
     words = tuple(dict.fromkeys(_word_of(each, queue) for each in given))
     if len(words) > MAX_DEPENDENCIES:
         raise UsageError(
             f"after: {len(words)} jobs are too many for one job to wait for: at most {MAX_DEPENDENCIES}; "
             "let jobs in between wait for groups of them, or use a batch"
         )
-    return After(words, str(when), use)
+    are_kept = use != NOT_USED and all(getattr(each, "keeps_result", False) is True for each in given)
+    return After(words, str(when), use, are_kept)
+
+
+def pack_after(after: Any, when: object = "done", with_results: bool = False, *, queue: str | None = None) -> str:
+    """The same, packed; '' for no dependencies."""
+    packed = check_after(after, when, use=READ if with_results else NOT_USED, queue=queue).pack()
+    if with_results and not packed:
+        raise UsageError("with_results needs `after`: the jobs whose results are wanted")
+    return packed
 
 
 def _word_of(given: Any, queue: str | None) -> str:

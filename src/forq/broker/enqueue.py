@@ -8,8 +8,8 @@ from datetime import datetime, timedelta
 from itertools import zip_longest
 from typing import Any, NamedTuple, Unpack
 
-from forq.api_types import OwnOptions
-from forq.broker.dependencies import NOT_USED, READ, check_after
+from forq.api_types import After, OwnOptions, When
+from forq.broker.dependencies import pack_after
 from forq.broker.keys import DEFAULT_PRIORITY, durable_mark, queue_base
 from forq.broker.link import Link
 from forq.broker.record import NO_NAMES, join_body, pack_body
@@ -86,14 +86,16 @@ def new_job(
     run_at: datetime | float | None = None,
     run_in: timedelta | float | None = None,
     options: str = "",
-    after: Any = (),
-    when: str = "done",
+    after: After = (),
+    when: When = "done",
     with_results: bool = False,
+    queue: str | None = None,
     **own: Unpack[OwnOptions],
 ) -> NewJob:
     """Checks everything that does not need Redis.
 
     `own`: options that override those of the queue. `options`: the same, packed by `pack_job_options`.
+    `queue`: the job's queue; refs in `after` of another one are refused.
     """
     job_id = new_id() if id is None else check_job_id(id)
     if isinstance(priority, bool) or not isinstance(priority, int) or not 0 <= priority <= 9:
@@ -107,9 +109,7 @@ def new_job(
     at = "" if run_at is run_in is None else _run_at_argument(run_at, run_in)
     waits_for = ""
     if after != () or with_results or when != "done":
-        waits_for = check_after(after, when, use=READ if with_results else NOT_USED).pack()
-        if not waits_for and with_results:
-            raise UsageError("with_results needs `after`: the jobs whose results are wanted")
+        waits_for = pack_after(after, when, with_results, queue=queue)
     return NewJob(job_id, priority, body, checked_token, at, pack_job_options(**own) if own else options, waits_for)
 
 

@@ -22,6 +22,9 @@ MAX_JOURNAL_BYTES, MAX_JOURNAL_ENTRIES = 16 << 20, 20_000
 # Entries per call: at first, and at most.
 FIRST_ENTRIES, MOST_ENTRIES = 16, 1000
 
+# A sentence names at most these many jobs that a held one waits for.
+SHOWN_DEPENDENCIES = 10
+
 _FORGOTTEN = ("discarded", "forgotten")
 
 
@@ -49,7 +52,7 @@ def why(
             f"worker {job['worker']} has claimed it but not started it: its process {pid} is unresponsive; "
             "the job returns to the queue, uncounted, and the process is replaced"
         )
-    return job["state"], _reason(link, prefix, inspector, job) + _own_options(job)
+    return job["state"], _reason(link, prefix, inspector, job) + _own_options(job) + _next_command(name, job)
 
 
 def _reason(link: Link, prefix: str, inspector: Inspector, job: dict[str, Any]) -> str:
@@ -65,6 +68,13 @@ def _reason(link: Link, prefix: str, inspector: Inspector, job: dict[str, Any]) 
         return f"it is running now (worker {job['worker']}){f': {progress}' if progress else ''}{marked}"
     if state == "done":
         return f"it was done at {show_time(job['ended_at'])}"
+    if state == "dead" and _never_ready(job["error"]):
+        return (
+            f"it could not run: {job['error'].get('message')}; `forqctl dead retry {name} {job_id}` runs it without "
+            "waiting"
+        )
+    if state == "held":
+        return _held_reason(name, job, counts)
     if state == "dead":
         return f"it failed for good: {_error(job['error'])}; `forqctl dead retry {name} {job_id}` runs it again"
     if counts.paused:
@@ -76,6 +86,59 @@ def _reason(link: Link, prefix: str, inspector: Inspector, job: dict[str, Any]) 
             f"it has used up its retries and waits in the retry lane until no other job waits ({counts.waiting} wait)"
         )
     return _waiting_reason(link, prefix, name, job, counts)
+
+
+def _never_ready(error: Any) -> bool:
+    """Whether a job is dead because one that it waited for did not end as required."""
+    return isinstance(error, dict) and error.get("kind") == "dependency"
+
+
+_UNTIL = {
+    "done": "{} to be done",
+    "ended": "{} to end",
+    "dead": "{} to die (it is cancelled if none does)",
+}
+_STATES = {
+    "active": "is running",
+    "retry": "is in the retry lane",
+    "blocked": "is blocked behind an active job of its id",
+    "held": "is held",
+    "waiting": "is waiting",
+    "gone": "is unknown",
+}
+
+
+def _held_reason(name: str, job: dict[str, Any], counts: Counts) -> str:
+    shown_ones, count = job["waits_for"][:SHOWN_DEPENDENCIES], job["waits_for_count"]
+    ids = [dependency["id"] for dependency in shown_ones]
+    more = f" and {count - len(ids)} more" if count > len(ids) else ""
+    joined = ", ".join(ids) + more if more or len(ids) < 2 else f"{', '.join(ids[:-1])} and {ids[-1]}"
+    batches = all(dependency["kind"] == "batch" for dependency in shown_ones)
+    kind = ("batch" if batches else "job") + ("" if count == 1 else "es" if batches else "s")
+    text = "it waits for " + _UNTIL[job["when"]].format(f"{kind} {joined}")
+    if states := [_state_of(dependency) for dependency in shown_ones if dependency["state"] is not None]:
+        text += ": " + ", ".join(states)
+    if job["waited_for"]:
+        text += f"; {job['waited_for']} {'other has' if job['waited_for'] == 1 else 'others have'} ended"
+    if job["run_at"] is not None:
+        text += f"; it is scheduled for {show_time(job['run_at'])}"
+    if counts.paused:
+        text += f"; its queue is paused; `forqctl resume {name}` resumes it"
+    return text
+
+
+def _next_command(name: str, job: dict[str, Any]) -> str:
+    """The command that explains the first job that a held one waits for, unless that runs."""
+    waits_for = job["waits_for"] if job["state"] == "held" else ()
+    first = next((each["id"] for each in waits_for if each["state"] not in (None, "active")), None)
+    return "" if first is None else f"; see: forqctl why {name} {first}"
+
+
+def _state_of(dependency: dict[str, Any]) -> str:
+    state = dependency["state"]
+    if state == "scheduled":
+        return f"{dependency['id']} is scheduled for {show_time(dependency['run_at'])}"
+    return f"{dependency['id']} {_STATES.get(state, f'has ended ({state})')}"
 
 
 def _own_options(job: dict[str, Any]) -> str:
@@ -149,7 +212,7 @@ def _last_attempt(name: str, job: dict[str, Any]) -> str:
 
 def _drop_messages(job: dict[str, Any]) -> None:
     for fields in (job, *(attempt for attempt in job.get("attempts", ()) if isinstance(attempt, dict))):
-        if isinstance(error := fields.get("error"), dict):
+        if isinstance(error := fields.get("error"), dict) and not _never_ready(error):
             fields["error"] = {"name": error.get("name")}
 
 

@@ -9,9 +9,10 @@ import orjson
 from forq.api_types import JobBrief, JournalCounts, LimitCounts, Mode, State
 from forq.broker.claim import read_progress
 from forq.broker.dead import DeadJobs, read_dead
+from forq.broker.held import HeldJobs, scan_held
 from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
 from forq.broker.link import Link
-from forq.broker.record import Record, unpack, unpacked_fields
+from forq.broker.record import Record, live_state, unpack, unpacked_fields
 from forq.broker.results import read_done, why_not_kept
 from forq.broker.scripts import NO_QUEUE, OK, error_for, script
 from forq.errors import InvalidData, UnknownJob, UsageError
@@ -21,7 +22,9 @@ STATES: tuple[State, ...] = get_args(State)
 MAX_PAGE = 1000
 # Queues per round trip of find_job.
 FIND_QUEUES = 100
-_CURSOR = re.compile(r"(active|blocked|dead|done|scheduled|retry)/[0-9]{1,20}|waiting/([0-9]|10)\.[0-9]{1,18}")
+_CURSOR = re.compile(
+    r"(active|blocked|dead|done|scheduled|retry)/[0-9]{1,20}|waiting/([0-9]|10)\.[0-9]{1,18}|held/[0-9]{1,20}\.[0-9]{1,9}"
+)
 # The priority of suspects in cursors: they come after the last priority.
 _SUSPECTS = 10
 
@@ -80,6 +83,7 @@ class Inspector:
         self._link = link
         self._base = queue_base(prefix, name)
         self._dead = DeadJobs(link, prefix, name)
+        self._held = HeldJobs(link, self._base)
 
     def counts(self) -> Counts:
         reply = self._link.run(script("counts"), self._base)
@@ -90,8 +94,11 @@ class Inspector:
     def job(self, job_id: str) -> dict[str, Any]:
         """All fields of one job: the live one with that id, else the one that ended last."""
         check_job_id(job_id)
-        packed, owner, due_ms, attempts, blocked, progress, done, epoch = self._link.pipeline(
+        hold, held, packed, owner, due_ms, attempts, blocked, progress, done, epoch, groups = self._link.pipeline(
             [
+                # Before `jobs`: a job that becomes ready meanwhile is found there.
+                ("HGET", f"{self._base}:held", job_id),
+                ("HGET", f"{self._base}:held:jobs", job_id),
                 ("HGET", f"{self._base}:jobs", job_id),
                 ("HGET", f"{self._base}:active", job_id),
                 ("ZSCORE", f"{self._base}:scheduled", job_id),
@@ -100,6 +107,7 @@ class Inspector:
                 ("HGET", f"{self._base}:progress", job_id),
                 ("HGET", f"{self._base}:done:jobs", job_id),
                 ("HGET", f"{self._base}:options", "epoch"),
+                ("HGET", f"{self._base}:sources", job_id),
             ]
         )
         if epoch is None:
@@ -112,7 +120,12 @@ class Inspector:
                 "blocked_behind": bool(blocked),
                 "progress": read_progress(progress) if state == "active" else None,
             }
-            return _job(job_id, state, packed) | details | ownership(owner)
+            dependants = self._held.dependants(job_id, groups)
+            return _job(job_id, state, packed) | details | ownership(owner) | dependants
+        if hold is not None and held is not None:
+            details = {"attempts": [], "blocked_behind": False, "progress": None}
+            more = self._held.details(job_id, hold) | self._held.dependants(job_id, groups)
+            return _job(job_id, "held", held) | details | more
         try:
             return self._ended(job_id, done) | {"progress": None}
         except UnknownJob:
@@ -132,7 +145,7 @@ class Inspector:
         return dead if dead["fence"] > done.fence else done.show(job_id)
 
     def jobs(self, state: str | None = None, limit: int = 100, after: str | None = None) -> Page:
-        """One page of jobs in the order in which they will run; without a state active, waiting and scheduled ones.
+        """One page of jobs in the order in which they will run. Without a state: active, waiting, scheduled, held.
 
         Done jobs are listed newest first, so only jobs that end between two pages are missing.
         """
@@ -148,8 +161,10 @@ class Inspector:
             return self._dead_page(limit, position)
         if stage == "blocked":
             return self._blocked_page(limit, int(position))
+        if stage == "held":
+            return self._held_page(limit, position)
         if stage == "scheduled":
-            return self._scheduled_page(limit, int(position))
+            return self._scheduled_page(limit, int(position), follow_with_held=state is None)
         if stage == "retry":
             return self._retry_lane_page(limit, int(position))
         return self._waiting_page(limit, position, follow_with_scheduled=state is None)
@@ -193,13 +208,30 @@ class Inspector:
             return Page(jobs, f"waiting/{priority}.{offset}")
         if not follow_with_scheduled:
             return Page(jobs, None)
-        scheduled = self._scheduled_page(max(1, limit - len(jobs)), 0)
+        scheduled = self._scheduled_page(max(1, limit - len(jobs)), 0, follow_with_held=True)
         return Page(jobs + scheduled.jobs, scheduled.next)
 
-    def _scheduled_page(self, limit: int, start: int) -> Page:
+    def _scheduled_page(self, limit: int, start: int, *, follow_with_held: bool) -> Page:
         ids = self._link.call("ZRANGE", f"{self._base}:scheduled", start, start + limit - 1)
         jobs = self._brief_in_state([(job_id, "scheduled") for job_id in ids])
-        return Page(jobs, f"scheduled/{start + limit}" if len(ids) == limit else None)
+        if len(ids) == limit:
+            return Page(jobs, f"scheduled/{start + limit}")
+        if not follow_with_held:
+            return Page(jobs, None)
+        held = self._held_page(limit - len(ids), "0.0")
+        return Page(jobs + held.jobs, held.next)
+
+    def _held_page(self, limit: int, position: str) -> Page:
+        ids, following = scan_held(self._link, self._base, position, limit)
+        while not ids and following is not None:
+            ids, following = scan_held(self._link, self._base, following, limit)
+        packed = self._link.hash_values(f"{self._base}:held:jobs", ids)
+        jobs = [
+            _brief(job_id.decode(errors="replace"), "held", record)
+            for job_id, record in zip(ids, packed, strict=True)
+            if record is not None
+        ]
+        return Page(jobs, None if following is None else f"held/{following}")
 
     def _retry_lane_page(self, limit: int, start: int) -> Page:
         ids = self._link.call("LRANGE", f"{self._base}:retry", start, start + limit - 1)
@@ -279,19 +311,24 @@ def find_job(link: Link, prefix: str, names: list[str], job_id: str) -> list[tup
     commands: list[tuple[Any, ...]] = []
     for base in bases:
         commands += [
+            # Before `jobs`: a job that becomes ready meanwhile is found there.
+            ("HEXISTS", f"{base}:held", job_id),
             ("HGET", f"{base}:jobs", job_id),
             ("HGET", f"{base}:active", job_id),
             ("ZSCORE", f"{base}:scheduled", job_id),
             ("HEXISTS", f"{base}:done:jobs", job_id),
         ]
+    width = len(commands) // max(1, len(bases))
     found: list[tuple[str, str]] = []
-    for at in range(0, len(commands), 4 * FIND_QUEUES):
-        replies = link.pipeline(commands[at : at + 4 * FIND_QUEUES])
-        for number in range(len(replies) // 4):
-            packed, owner, due_ms, done = replies[4 * number : 4 * number + 4]
-            name = names[at // 4 + number]
+    for at in range(0, len(commands), width * FIND_QUEUES):
+        replies = link.pipeline(commands[at : at + width * FIND_QUEUES])
+        for number in range(len(replies) // width):
+            held, packed, owner, due_ms, done = replies[width * number : width * (number + 1)]
+            name = names[at // width + number]
             if packed is not None:
                 found.append((name, live_state(packed, owner, due_ms)))
+            elif held:
+                found.append((name, "held"))
             elif done:
                 found.append((name, "done"))
     return found
@@ -336,21 +373,12 @@ def _read_limits(count: int, period_ms: int, max_active: int, may_begin: int, wa
 
 def _job(job_id: str, state: str, packed: bytes) -> dict[str, Any]:
     try:
-        fields = unpacked_fields(packed)
+        fields = unpacked_fields(packed, expiry_begun=state != "held")
     except InvalidData as exc:
         return {"id": job_id, "state": state, "error": str(exc)}
     enqueued_us = fields.pop("enqueued_us")
     fields["identifier"] = fields["identifier"] or job_id
     return {"id": job_id, "state": state, **fields, "enqueued_at": enqueued_us / 1e6}
-
-
-def live_state(packed: bytes, owner: bytes | None, due_ms: bytes | None) -> str:
-    """The state of a job from its record, its entry in `active` and its score in `scheduled`."""
-    if owner is not None or due_ms is not None:
-        return "active" if owner is not None else "scheduled"
-    # In the retry lane the fifth number of the record is greater than 0.
-    numbers = packed.partition(b"\n")[0].split(b" ")[1:]
-    return "retry" if len(numbers) > 4 and numbers[4] not in (b"0", b"-1") else "waiting"
 
 
 def ownership(owner: bytes | None) -> dict[str, Any]:
@@ -371,7 +399,7 @@ def _brief(job_id: str, state: State, packed: bytes) -> JobBrief:
 def _read_cursor(after: object, state: str | None) -> tuple[str, str]:
     if after is None:
         stage = state or "active"
-        return stage, "0.0" if stage == "waiting" else "0"
+        return stage, "0.0" if stage in ("waiting", "held") else "0"
     if not isinstance(after, str) or not _CURSOR.fullmatch(after):
         raise UsageError(f"cursor {shown(after)} is not allowed: use `next` of the previous page")
     stage, _, position = after.partition("/")

@@ -24,6 +24,7 @@ import orjson
 
 from forq.errors import InvalidData
 from forq.job_options import StoredOptions, unpack_options
+from forq.values import show_duration
 
 MAX_IDENTIFIER = 1024
 # The start of BODY without identifier and type.
@@ -117,6 +118,15 @@ def unpack(packed: bytes) -> Record:
         raise InvalidData(f"broken job record: {exc}") from exc
 
 
+def live_state(packed: bytes, owner: bytes | None, due_ms: bytes | None) -> str:
+    """The state of a job from its record, its entry in `active` and its score in `scheduled`."""
+    if owner is not None or due_ms is not None:
+        return "active" if owner is not None else "scheduled"
+    # In the retry lane the fifth number of the record is greater than 0.
+    numbers = packed.partition(b"\n")[0].split(b" ")[1:]
+    return "retry" if len(numbers) > 4 and numbers[4] not in (b"0", b"-1") else "waiting"
+
+
 def packed_options(packed: bytes) -> str | None:
     """The job's own options as the record has them; None if it has none."""
     if packed[:1] not in (b"o", b"O"):
@@ -131,8 +141,11 @@ def stored_options(packed: bytes) -> StoredOptions | None:
     return None if stored is None else unpack_options(stored)
 
 
-def unpacked_fields(packed: bytes) -> dict[str, Any]:
-    """The fields of a record by name, without those that most jobs lack."""
+def unpacked_fields(packed: bytes, *, expiry_begun: bool = True) -> dict[str, Any]:
+    """The fields of a record by name, without those that most jobs lack.
+
+    `expiry_begun`: whether an expiry is a time. That of a held job is in ms, since it begins when the job is ready.
+    """
     record = unpack(packed)
     fields = {
         name: getattr(record, name)
@@ -143,7 +156,7 @@ def unpacked_fields(packed: bytes) -> dict[str, Any]:
         fields["trace"] = record.trace
     if record.snooze_count:
         fields["snooze_count"] = record.snooze_count
-    return fields | _show_options(record.options)
+    return fields | _show_options(record.options, expiry_begun=expiry_begun)
 
 
 def brief_fields(packed: bytes) -> dict[str, Any]:
@@ -175,11 +188,14 @@ def brief_fields(packed: bytes) -> dict[str, Any]:
     }
 
 
-def _show_options(options: StoredOptions | None) -> dict[str, Any]:
+def _show_options(options: StoredOptions | None, *, expiry_begun: bool) -> dict[str, Any]:
     if options is None:
         return {}
-    shown: dict[str, Any] = {"options": own} if (own := options.show()) else {}
-    if options.expires_ms is not None:
+    own = options.show()
+    if options.expires_ms is not None and not expiry_begun:
+        own["expires_in"] = show_duration(options.expires_ms / 1000)
+    shown: dict[str, Any] = {"options": own} if own else {}
+    if options.expires_ms is not None and expiry_begun:
         shown["expires_at"] = options.expires_ms / 1000
     if options.tick_ms is not None:
         shown["tick"] = options.tick_ms / 1000

@@ -95,7 +95,8 @@ class Reports:
                 parts = value.decode().split(" ") if value else []
                 if kind == "j":
                     # Other dependencies are in this queue.
-                    parts = parts[1:] if parts[:1] == ["from"] else []
+                    batch = " batch" if parts[:1] == ["gate"] else ""
+                    parts = [parts[1], parts[2] + batch] if parts[:1] in (["from"], ["gate"]) else []
                 if parts:
                     edge = f"{target} {number} {use}"
                     there = edge if parts[0] == queue else f"to {queue} {epoch.decode()} {edge}"

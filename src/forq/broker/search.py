@@ -15,10 +15,11 @@ import orjson
 from forq.api_types import JobDetails, State
 from forq.broker.dead import DeadJobs, fence_of, read_dead
 from forq.broker.filters import FoundJob, JobFilter
-from forq.broker.inspect import MAX_PAGE, STATES, live_state, ownership
+from forq.broker.held import read_hold, scan_held
+from forq.broker.inspect import MAX_PAGE, STATES, ownership
 from forq.broker.keys import pending_key, queue_base, retry_key, suspects_key, swept_key
 from forq.broker.link import Link
-from forq.broker.record import brief_fields
+from forq.broker.record import brief_fields, live_state
 from forq.broker.results import read_done
 from forq.errors import InvalidData, UsageError
 from forq.values import check_job_id, check_queue_name, shown
@@ -31,13 +32,13 @@ CHUNK = 500
 
 _CURSOR = re.compile(
     r"((?:active|blocked|done|scheduled|retry)/[0-9]{1,12}|waiting/(?:[0-9]|10)\.[0-9]{1,12}"
-    r"|dead/[0-9]{1,16}/[!-~]{1,160})\Z"
+    r"|held/[0-9]{1,20}\.[0-9]{1,9}|dead/[0-9]{1,16}/[!-~]{1,160})\Z"
 )
 _DEAD_CURSOR = re.compile(r"([0-9]{1,16})/([!-~]{1,160})")
 # The priority of suspects in cursors: they come after the last priority.
 _SUSPECTS = 10
 # The states of a list that asks for none.
-_IN_LINE: tuple[State, ...] = ("active", "waiting", "scheduled")
+_IN_LINE: tuple[State, ...] = ("active", "waiting", "scheduled", "held")
 
 
 class Scanned(NamedTuple):
@@ -83,9 +84,10 @@ class JobSearch:
     def page(
         self, state: str | None = None, limit: int = 100, after: str | None = None, wanted: JobFilter | None = None
     ) -> FoundPage:
-        """Jobs in the order in which they will run; dead and done ones newest first, active and blocked ones by id.
+        """Jobs in the order in which they will run; dead and done ones newest first, active and blocked ones by id,
+        held ones in no order.
 
-        Without a state: active, waiting and scheduled ones.
+        Without a state: active, waiting, scheduled and held ones.
         """
         check_state(state)
         self.dead.check_exists()
@@ -114,8 +116,9 @@ class JobSearch:
             found = list(self._dead_jobs(self.dead.members_of(wanted.id or "")))
         else:
             ids = [check_job_id(wanted.id).encode()]
-            if state in ("done", "blocked"):
-                found = list(self._done_jobs(ids) if state == "done" else self._blocked_jobs(ids))
+            if state in ("done", "blocked", "held"):
+                read = {"done": self._done_jobs, "blocked": self._blocked_jobs, "held": self.held_jobs}[state]
+                found = list(read(ids))
             else:
                 found = list(self.live_jobs(ids, cast(State, state), with_errors=wanted.error is not None))
         return [job for job in found if job is not None and wanted.for_any_id().matches(job)]
@@ -127,6 +130,8 @@ class JobSearch:
                 return self._walk_waiting(position or "0.0", chunk)
             case "dead":
                 return self._walk_dead(position, wanted, chunk)
+            case "held":
+                return self._walk_held(position or "0.0", chunk)
             case "active" | "blocked":
                 # Sorted by id: they have no order, and there are no more of them than workers hold.
                 ids = sorted(self._link.call("HKEYS", f"{self._base}:{state}"))
@@ -190,6 +195,14 @@ class JobSearch:
                 if len(hints) < chunk:
                     break
 
+    def _walk_held(self, position: str, chunk: int) -> Iterator[Scanned]:
+        following: str | None = position
+        while following is not None:
+            cursor, _, offset = following.partition(".")
+            ids, following = scan_held(self._link, self._base, following, chunk)
+            for number, job in enumerate(self.held_jobs(ids), 1):
+                yield Scanned(job, f"held/{cursor}.{int(offset) + number}")
+
     def _hints(self, name: str, at: int, number: int) -> list[bytes]:
         """Hints of a list, which begins with the swept ones."""
         swept = swept_key(name)
@@ -244,6 +257,15 @@ class JobSearch:
         return (
             None if entry is None else _blocked_job(job_id, entry) for job_id, entry in zip(ids, entries, strict=True)
         )
+
+    def held_jobs(self, ids: Sequence[bytes], packed: Sequence[bytes] | None = None) -> Iterator[FoundJob | None]:
+        """Reads held jobs, if their records are not `packed` already; None for those that are not held any more."""
+        if not ids:
+            return
+        entries = self._link.call("HMGET", f"{self._base}:held", *ids)
+        stored = iter(packed) if packed is not None else self._link.hash_values(f"{self._base}:held:jobs", ids)
+        for job_id, entry, record in zip(ids, entries, stored, strict=True):
+            yield None if entry is None or record is None else _held_job(job_id, entry, record)
 
     def _done_ids(self, at: int, number: int) -> list[bytes]:
         """First the jobs with a keep_done of their own: those that are kept longest, then the others, newest first."""
@@ -337,6 +359,14 @@ def _blocked_job(job_id: bytes, entry: bytes) -> FoundJob:
     if int(numbers[3]):
         details["run_at"] = int(numbers[3]) / 1000
     return FoundJob(details, enqueued_at, size=len(entry))
+
+
+def _held_job(job_id: bytes, entry: bytes, packed: bytes) -> FoundJob:
+    hold = read_hold(entry)
+    details, enqueued_at = _details(job_id.decode(errors="replace"), "held", packed)
+    details |= cast(JobDetails, {"run_at": hold.run_at, "waits_for_count": hold.open})
+    enqueued_us = 0 if enqueued_at is None else round(enqueued_at * 1e6)
+    return FoundJob(details, enqueued_at, enqueued_us=enqueued_us, size=len(packed))
 
 
 def _done_job(job_id: bytes, packed: bytes) -> FoundJob:

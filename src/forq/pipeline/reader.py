@@ -15,11 +15,10 @@ import orjson
 import pyarrow as pa
 
 from forq.broker.dead import read_dead
-from forq.broker.inspect import live_state
 from forq.broker.journal import Event, read_entry, unpack_entry
 from forq.broker.keys import events_key, fail_queue, queue_base, registry_key, watermarks_key
 from forq.broker.link import Link
-from forq.broker.record import Record, packed_options, unpack
+from forq.broker.record import Record, live_state, packed_options, unpack
 from forq.broker.registry import Registry
 from forq.errors import ForqError, InvalidData, OutcomeUnknown, RedisUnavailable, UnknownQueue
 from forq.pipeline.format import EVENTS_ARROW, JOBS_ARROW

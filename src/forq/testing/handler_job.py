@@ -1,11 +1,14 @@
 """Jobs for calling handlers directly."""
 
 import time
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any, NamedTuple, TypedDict, Unpack
 
+from forq.broker.dependencies import READ
+from forq.broker.record import pack_data
 from forq.errors import UsageError
-from forq.job import Job, TraceContext, new_id
+from forq.job import Inputs, Job, TraceContext, new_id
 from forq.settings import suggestion
 from forq.values import shown
 
@@ -18,7 +21,8 @@ class Progress(NamedTuple):
 
 
 class JobFields(TypedDict, total=False):
-    """Fields of `job()`. `attempt`: counts the failed attempts before it."""
+    """Fields of `job()`. `attempt`: counts the failed attempts before it. `results`: of the jobs that it waited for, as
+    `Job.results` returns them."""
 
     queue: str
     id: str
@@ -36,6 +40,7 @@ class JobFields(TypedDict, total=False):
     is_last: bool
     should_stop: bool
     trace: TraceContext | None
+    results: Sequence[Any]
 
 
 class HandlerJob(Job):
@@ -93,6 +98,10 @@ def job(**fields: Unpack[JobFields]) -> HandlerJob:
             f"attempt = {shown(attempt)} does not fit: it is 1 + retry_count + stall_count + timeout_count; "
             "give either attempt or the counts"
         )
+    inputs = None
+    if "results" in fields:
+        packed = tuple(b"done " + pack_data(each, f"results[{n}]") for n, each in enumerate(fields["results"]))
+        inputs = Inputs(len(packed), READ, packed)
     enqueued_at, tick = fields.get("enqueued_at", time.time()), fields.get("tick")
     return HandlerJob(
         fields.get("queue", "testing"),
@@ -106,6 +115,7 @@ def job(**fields: Unpack[JobFields]) -> HandlerJob:
         fields.get("trace"),
         fields.get("snoozes", 0),
         None if tick is None else round(tick.timestamp() * 1000),
+        inputs,
         is_last=fields.get("is_last", False),
         should_stop=fields.get("should_stop", False),
     )

@@ -252,6 +252,9 @@ class Supervisor(JobStore):
             return False
         fails = self._counts(fail_queue(name)) if counts.fail_jobs else None
         busy = counts.waiting + counts.active + counts.retry + counts.overdue
+        if not busy and counts.held:
+            # Pulse tells them that those jobs have ended that they wait for.
+            busy = self.client.link().call("EXISTS", f"{queue_base(self.client.prefix, name)}:resolving")
         return bool(busy or (fails is not None and fails.waiting + fails.active))
 
     def _counts(self, name: str) -> Counts | None:
@@ -272,7 +275,8 @@ class Supervisor(JobStore):
         self.drain()
 
     def _remove_jobs(self, queue: Queue) -> None:
-        for state in LIVE:
+        # Held jobs first: the end of another one could let them run.
+        for state in dict.fromkeys(("held", *LIVE)):
             for id in self._ids(queue.name, state):
                 if state == "active":
                     self._kill(queue.name, id)
@@ -284,9 +288,10 @@ class Supervisor(JobStore):
             self.call("kill", name=queue, id=id)
 
     def _remove_kept(self, name: str) -> None:
-        """Done jobs and tokens, for which there is no call."""
+        """Done jobs, tokens and how jobs ended, for which there is no call."""
         link, base = self.client.link(), queue_base(self.client.prefix, name)
-        link.call("DEL", f"{base}:done", f"{base}:done:own", f"{base}:done:jobs", *_tokens(link, base))
+        kept = [f"{base}:{key}" for key in ("done", "done:own", "done:jobs", "ends", "ends:old")]
+        link.call("DEL", *kept, *_tokens(link, base))
 
 
 def _tokens(link: Link, base: str) -> list[bytes]:

@@ -169,7 +169,8 @@ class _Process:
         commands: list[tuple[str, ...]] = []
         for queue in self._queues:
             base, fails = queue_base(prefix, queue.name), queue_base(prefix, fail_queue(queue.name))
-            commands.append(("EXISTS", f"{base}:jobs", f"{base}:schedules:next", f"{fails}:jobs"))
+            keys = (f"{base}:jobs", f"{base}:resolving", f"{base}:schedules:next", f"{fails}:jobs")
+            commands.append(("EXISTS", *keys))
         found = self.client.link().pipeline(commands) if commands else []
         return [queue for queue, exist in zip(self._queues, found, strict=True) if exist]
 
@@ -192,6 +193,9 @@ class _Process:
 
     def _promote(self, queue: ServedQueue) -> None:
         self._recovery.promote(queue.name)
+        # One call tells a part of the held jobs that those have ended that they wait for.
+        while self.client.link().call("EXISTS", f"{queue_base(self.client.prefix, queue.name)}:resolving"):
+            self._recovery.promote(queue.name)
         if queue.fail_handler is not None:
             self._recovery.promote(fail_queue(queue.name))
 

@@ -16,7 +16,7 @@ from forq.errors import ForqError, UnknownJob, UnknownQueue, UsageError
 from forq.values import shown
 
 # Live jobs, in the order in which they are listed.
-LIVE: tuple[State, ...] = ("active", "waiting", "scheduled", "retry", "blocked")
+LIVE: tuple[State, ...] = ("active", "waiting", "scheduled", "retry", "blocked", "held")
 _SHOWN_JOBS = 20
 
 
@@ -62,7 +62,7 @@ class JobStore:
 
     def jobs(self, of: "Task[..., Any] | str | None" = None, state: State | None = None) -> list[StoredJob]:
         """The jobs of a task, of a queue, or all. Without a `state`, those that have not ended, in the order in which
-        they will run: active, waiting, scheduled, in the retry lane, blocked."""
+        they will run: active, waiting, scheduled, in the retry lane, blocked, held."""
         return list(self._read(of, LIVE if state is None else (state,)))
 
     def assert_enqueued(self, of: "Task[..., Any] | str", /, *args: Any, **kwargs: Any) -> StoredJob:

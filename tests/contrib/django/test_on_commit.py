@@ -120,6 +120,18 @@ def test_an_unknown_database_is_refused_with_those_that_exist(receipt: SyncTask[
         receipt.using(on_commit="default", outbox="default")
 
 
+def test_jobs_that_wait_for_others_are_refused(receipt: SyncTask[[str], None]) -> None:
+    first = receipt.enqueue("1")
+    with pytest.raises(UsageError, match=r"using\(on_commit=…, after=…\) is not allowed.*transaction\.on_commit"):
+        receipt.using(on_commit="default", after=first)
+    with pytest.raises(UsageError, match=r"using\(outbox=…, after=…\) is not allowed"):
+        receipt.using(outbox="default", after=first)
+    with transaction.atomic():
+        transaction.on_commit(lambda: receipt.using(after=first).enqueue("2"))
+    assert ids() == [first.id]
+    assert project_app().client.queue(first.queue).status()["held"] == 1
+
+
 def test_manual_transactions_are_refused(receipt: SyncTask[[str], None]) -> None:
     connections["default"].set_autocommit(False)
     try:

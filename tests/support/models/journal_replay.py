@@ -5,11 +5,35 @@ It knows nothing of the queue but the journal, and checks that the entries form 
 
 from collections.abc import Iterable, Mapping
 
+from dataclasses import dataclass, field
+
 from forq.broker.journal import Entry, Event, entry_hash, pack_entry, read_entry
 
 
 class ImpossibleEvent(Exception):
     """An event of the journal cannot follow the events before it."""
+
+
+@dataclass
+class Dependency:
+    """A job that a held one waits for. `source`: ID, or 'ID blocked' for the enqueue behind an active job; None: not
+    looked up yet. `how` it ended; '?': the journal does not know."""
+
+    name: str
+    source: str | None = None
+    how: str | None = None
+
+
+@dataclass
+class Hold:
+    when: str
+    dependencies: list[Dependency] = field(default_factory=list)
+
+    def may_run(self) -> bool:
+        hows = [each.how for each in self.dependencies]
+        if self.when == "dead":
+            return "dead" in hows or "?" in hows
+        return all(how in (("done", "released", "?") if self.when == "done" else (how or "",)) for how in hows)
 
 
 class Replay:
@@ -31,7 +55,11 @@ class Replay:
         self.marked: set[str] = set()
         self.options: dict[str, str] = {}  # of ids, also ended ones
         self.blocked: set[str] = set()
+        self.batches: set[str] = set()  # those that have not ended
         self.archived: set[str] = set()  # id@fence
+        self.held: dict[str, Hold] = {}
+        # How jobs ended, since the queue has had held ones: it did not need to know before.
+        self.ends: dict[str, str] = {}
         self.deleted = False
 
     def pass_time(self, ms: int) -> None:
@@ -52,9 +80,14 @@ class Replay:
         self._fail_job: tuple[str, int] | None = None
         # A user may run a job before its time (run_now), in a call that does nothing else.
         self._may_be_early = len(events) == 1 and first.actor == "-"
+        # Ids in the order in which this entry stores them: a job waits for what was there before it.
+        self._stored: list[str] = []
         for position, event in enumerate(events):
             self._demand(event, event.position == position)
+            if event.verb in ("met", "unmet", "cancelled"):
+                self._look_up_dependencies()
             getattr(self, f"_{event.verb}")(event, event.job)
+        self._look_up_dependencies()
         self._demand(events[-1], not self._to_come and self._fail_job is None)
 
     def next_entry(self, epoch: int, text: str) -> dict[bytes, bytes]:
@@ -79,7 +112,7 @@ class Replay:
         self.paused = False
 
     def _deleted(self, event: Event, _: None) -> None:
-        held = len(self.ready) + len(self.active) + len(self.blocked) + len(self.archived)
+        held = len(self.ready) + len(self.active) + len(self.blocked) + len(self.held) + len(self.archived)
         self._demand(event, held <= int(event.cause or 0) <= held + len(self.births))
         self._clear()
         self.deleted = True
@@ -88,18 +121,93 @@ class Replay:
         self._demand(event, not self.paused)
         self.paused = True
 
+    def _batch_opened(self, event: Event, _: None) -> None:
+        self._demand(event, event.cause not in self.batches)
+        self.batches.add(event.cause or "")
+
+    def _batch_ended(self, event: Event, _: None) -> None:
+        batch = (event.cause or "").partition(" ")[0]
+        self._demand(event, batch in self.batches)
+        self.batches.remove(batch)
+
     def _resumed(self, event: Event, _: None) -> None:
         self._demand(event, self.paused)
         self.paused = False
 
     def _enqueued(self, event: Event, job: str) -> None:
-        self._demand(event, job not in self.ready and job not in self.active)
+        self._demand(event, not self._lives(job))
         self.options.pop(job, None)
         self.ready[job] = None
+        self._stored.append(job)
 
     def _updated(self, event: Event, job: str) -> None:
+        if job in self.held:
+            self._to_come[job] = ("held",)
+            return
         self._demand(event, job in self.ready)
         self.ready[job] = None
+
+    def _lives(self, job: str) -> bool:
+        return job in self.ready or job in self.active or job in self.held
+
+    def _held(self, event: Event, job: str) -> None:
+        when, *names = (event.cause or "").split(" ")
+        self._demand(event, len(set(names)) == len(names) > 0)
+        if self._to_come.pop(job, None) is None:
+            self._demand(event, job in self._stored and self.ready.pop(job, 0) is None)
+            self.held[job] = Hold(when, [Dependency(name) for name in names])
+            return
+        # Those that have ended may be listed still, until pulse has told this job.
+        hold, listed = self.held[job], set(names)
+        self._demand(event, hold.when == when)
+        known = {each.name: each for each in hold.dependencies}
+        self._demand(event, listed <= set(known))
+        self._demand(event, all(each.how or name in listed for name, each in known.items()))
+
+    def _look_up_dependencies(self) -> None:
+        """Once all jobs of an entry are stored."""
+        for job, hold in self.held.items():
+            for each in hold.dependencies:
+                if each.source is None:
+                    self._look_up(job, each)
+
+    def _look_up(self, job: str, dependency: Dependency) -> None:
+        name = dependency.name
+        is_new = name in self._stored and self._stored.index(name) < self._stored.index(job)
+        if name in self.blocked:
+            dependency.source = f"{name} blocked"
+        elif is_new or (self._lives(name) and name not in self._stored):
+            dependency.source = name
+        else:
+            dependency.source, dependency.how = "", self.ends.get(name, "?")
+
+    def _ends(self, source: str, how: str) -> None:
+        self.ends[source] = how
+        for hold in self.held.values():
+            for each in hold.dependencies:
+                if each.source == source and not each.how:
+                    each.how = how
+
+    def _moves(self, job: str) -> None:
+        """The enqueue that was blocked is now this job."""
+        for hold in self.held.values():
+            for each in hold.dependencies:
+                if each.source == f"{job} blocked":
+                    each.source = job
+
+    def _met(self, event: Event, job: str) -> None:
+        self._demand(event, job in self.held and self.held[job].may_run())
+        del self.held[job]
+        self.ready[job] = None
+
+    def _unmet(self, event: Event, job: str) -> None:
+        name, how = (event.cause or " ").split(" ")
+        self._demand(event, job in self.held and self.held[job].when == "done" and how not in ("done", "released"))
+        known = {each.name: each.how for each in self.held[job].dependencies}
+        self._demand(event, known.get(name) in (how, "?"))
+        del self.held[job]
+        self.ready[job] = None
+        self._to_come[job] = ("claimed",)
 
     def _scheduled(self, event: Event, job: str) -> None:
         self._demand(event, job in self.ready and event.due_us is not None)
@@ -119,6 +227,9 @@ class Replay:
         del self.ready[job]
         self.active[job] = event.fence
         self.attempts[job] = event.attempt or 0
+        if job in self._to_come:
+            self._follows(event, job)
+            self._to_come[job] = ("dead",)
 
     def _marked(self, event: Event, job: str) -> None:
         self._demand(event, self.active.get(job) == event.fence and job not in self.marked)
@@ -126,6 +237,7 @@ class Replay:
 
     def _done(self, event: Event, job: str) -> None:
         self._leaves_its_worker(event, job)
+        self._ends(job, event.verb)
 
     _released = _done
 
@@ -169,33 +281,42 @@ class Replay:
         self._follows(event, job)
         self._demand(event, job in self.active and job in self.blocked and job not in self.marked)
         self.blocked.remove(job)
+        self._moves(job)
         self._to_come[job] = ("returned",) if before else ("returned", "retried", "snoozed")
 
     def _withdrawn(self, event: Event, job: str) -> None:
         self._demand(event, job in self.active and job in self.blocked)
         self.blocked.remove(job)
+        self._ends(f"{job} blocked", "cancelled")
 
     def _options(self, event: Event, job: str) -> None:
-        self._demand(event, (job in self.ready or job in self.active) and bool(event.cause))
+        self._demand(event, self._lives(job) and bool(event.cause))
         self.options[job] = event.cause or ""
 
     def _unblocked(self, event: Event, job: str) -> None:
         self.options.pop(job, None)
-        self._demand(event, job in self.blocked and job not in self.ready and job not in self.active)
+        self._demand(event, job in self.blocked and not self._lives(job))
         self.blocked.remove(job)
         self.ready[job] = None
+        self._moves(job)
 
     def _cancelled(self, event: Event, job: str) -> None:
         if event.fence:
             self._leaves_its_worker(event, job)
+        elif job in self.held:
+            del self.held[job]
         else:
             self._demand(event, job in self.ready)
             del self.ready[job]
+        self._ends(job, "cancelled")
 
     def _dead(self, event: Event, job: str) -> None:
         self._demand(event, job not in self.marked and f"{job}@{event.fence}" not in self.archived)
         self._demand(event, bool(event.cause) and event.fail_job is not None)
+        if job in self._to_come:
+            self._follows(event, job)
         self._leaves_its_worker(event, job)
+        self._ends(job, "dead")
         self.archived.add(f"{job}@{event.fence}")
         self._demand(event, self._fail_job is None)
         self._fail_job = (job, event.fence) if event.fail_job else None
@@ -218,6 +339,7 @@ class Replay:
     def _dropped(self, event: Event, job: str) -> None:
         self.dropped += 1
         self.ready.pop(job, None)
+        self._ends(job, "dropped")
 
     def _follows(self, event: Event, job: str) -> None:
         """Checks that an event announced for this job is the one that follows."""

@@ -391,8 +391,8 @@ function verbs.enqueue()
   return reply
 end
 
--- cancel: removes a waiting, scheduled or blocked job. A running job is only marked for removal: its id stays in use
--- until its owner settles it or dies.
+-- cancel: removes a waiting, scheduled, blocked or held job. A running job is only marked for removal: its id stays in
+-- use until its owner settles it or dies.
 -- KEYS[1]  the queue's base
 -- ARGV     id, whether to mark a running job ('1' | '0'), which job of this id is meant (records.is_meant; a job is
 --          marked whichever is meant), and perhaps an edge: only a job at which it begins is meant

@@ -7,7 +7,8 @@
 --   held        ID -> NONCE ' ' WHEN ' ' USE ' ' RUN_AT_MS ' ' COUNT ' ' OPEN. NONCE: the enqueue time (µs); an edge of
 --               an earlier job with this id has another one. COUNT: dependencies; OPEN: those that have not ended
 --   held:jobs   ID -> record; an own expiry is in ms still, since it begins when the job is ready
---   held:open   ID ' ' NUMBER -> the dependency, while it has not ended: 'job ID', 'batch B', or 'from QUEUE ID'
+--   held:open   ID ' ' NUMBER -> the dependency, while it has not ended: 'job ID', 'batch B', 'from QUEUE ID' (a job
+--               there, which brings its edge along) or 'gate QUEUE B' (a batch there)
 --   inputs      ID -> COUNT ' ' USE; ID ' ' NUMBER -> HOW ' ' RESULT of a dependency: for a job that uses results
 --   sources     SOURCE -> GROUP ':' COUNT ':' USED [',' …]: its edges. SOURCE: ID (a live job), ID ' blocked' (the
 --               enqueue behind an active job), B ' batch' (its end) or B ' deaths' (its first death). USED: 1 if one of
@@ -25,6 +26,9 @@ local MAX_ENDS = 50000
 -- Moving a job to dead costs about as much as this many edges.
 local EDGES_PER_BURIAL = 10
 local MISSING_RESULT = '!its result was not kept'
+-- The letters of dependencies as enqueue gets them; of those in a queue that is named too.
+local DEPENDENCY_KINDS = { j = 'job', b = 'batch', f = 'from', g = 'gate' }
+local PLACED_ELSEWHERE = { f = true, g = true }
 local SUCCESS = { done = true, released = true }
 
 -- Call it before the first use in a queue. From then on the ends of its jobs are remembered.
@@ -50,10 +54,11 @@ function flows.how_ended(id)
   return redis.call('HEXISTS', key('done:jobs'), id) == 1 and 'done' or nil
 end
 
--- The result of a job that is kept as done; nil if there is none.
+-- The result of a job that is kept as done; nil if there is none, or if it was lost with its worker.
 function flows.kept_result(id)
   local kept = redis.call('HGET', key('done:jobs'), id)
-  return kept and string.match(kept, '^[^\n]*\n([^\n]*)\n')
+  local result = kept and string.match(kept, '^[^\n]*\n([^\n]*)\n')
+  return result ~= '' and result or nil
 end
 
 -- Held jobs.
@@ -134,9 +139,15 @@ end
 function flows.doom(hold, dependency, how)
   local record = flows.take_hold(hold) or ''
   flows.drop_inputs(hold)
+  local job = records.read(record)
+  if job then
+    -- The job was never ready, so its time to expire has not begun.
+    job.options = records.drop_expiry(job.options)
+    record = records.write(job)
+  end
   local fence = claims.next_fence()
   local kind, queue, name = string.match(dependency, '^(%l+) (.-) ?(%S+)$')
-  local shown = (kind == 'batch' and 'batch ' or 'job ') .. name .. (queue ~= '' and ' of queue ' .. queue or '')
+  local shown = (string.find('batch gate', kind, 1, true) and 'batch ' or 'job ') .. name .. (queue ~= '' and ' of queue ' .. queue or '')
   local error = string.format(
     '{"name":"DependencyFailed","message":"%s, for which it waited, ended as %s","kind":"dependency",'
       .. '"traceback":null}', string.gsub(shown, '[\\"]', '\\%0'), how)
@@ -356,24 +367,24 @@ end
 
 -- Enqueue of jobs with dependencies.
 
--- Reads 'WHEN USE WORD WORD …'. A word is 'j' ID, 'b' B or 'f' QUEUE ':' ID. Returns the hold without its id. `others`:
--- whether some dependencies are not jobs of this queue.
+-- Reads 'WHEN USE WORD WORD …'. A word is 'j' ID, 'b' B, 'f' QUEUE ':' ID or 'g' QUEUE ':' B. USE is followed by 'k' if
+-- the caller knows that the tasks of these jobs keep their results: their records do not show it. Returns the hold
+-- without its id. `others`: whether some dependencies are not jobs of this queue.
 function flows.read_after(text)
-  local when, use, words = string.match(text, '^(%l+) (%d)(.+)$')
+  local when, use, kept, words = string.match(text, '^(%l+) (%d)(k?)(.+)$')
   local dependencies, others = {}, false
-  for kind, name in string.gmatch(words, ' (%l)(%S+)') do
-    others = others or kind ~= 'j'
-    if kind == 'j' then name = 'job ' .. name
-    elseif kind == 'b' then name = 'batch ' .. name
-    else name = 'from ' .. string.gsub(name, ':', ' ', 1) end
-    dependencies[#dependencies + 1] = name
+  for letter, name in string.gmatch(words, ' (%l)(%S+)') do
+    others = others or letter ~= 'j'
+    dependencies[#dependencies + 1] = DEPENDENCY_KINDS[letter] .. ' '
+      .. (PLACED_ELSEWHERE[letter] and string.gsub(name, ':', ' ', 1) or name)
   end
-  return { when = when, use = use, dependencies = dependencies, others = others }
+  return { when = when, use = use, are_kept = kept == 'k', dependencies = dependencies, others = others, ended = {} }
 end
 
--- Checks the dependencies of a new job. `new`: ids of this call so far. Returns nil, or the refusal.
+-- Checks the dependencies of a new job, and notes how those ended that are not live: this call may store a new job with
+-- the id of one, even the job that waits. `new`: ids of this call so far. Returns nil, or the refusal.
 function flows.check_dependencies(i, after, new)
-  for _, dependency in ipairs(after.dependencies) do
+  for number, dependency in ipairs(after.dependencies) do
     local kind, id = string.match(dependency, '^(%l+) (.+)$')
     if kind == 'batch' then
       if redis.call('HEXISTS', key('batches'), id) == 0 then return { UNKNOWN_DEPENDENCY, i, id, 2 } end
@@ -384,10 +395,11 @@ function flows.check_dependencies(i, after, new)
       local how = not record and flows.how_ended(id)
       if not record and not how then return { UNKNOWN_DEPENDENCY, i, id, flows_on and 1 or 0 } end
       -- Its worker has not been told that the result is wanted.
-      local unused = owner and after.use ~= '0' and not flows.keeps_result(id, record)
+      local unused = owner and after.use ~= '0' and not after.are_kept and not flows.keeps_result(id, record)
       if unused or (how and SUCCESS[how] and after.use ~= '0' and not flows.kept_result(id)) then
         return { RESULT_NOT_KEPT, i, id }
       end
+      after.ended[number] = how or nil
     end
   end
 end
@@ -421,18 +433,21 @@ function flows.connect(id, after, nonce)
   for number, dependency in ipairs(after.dependencies) do
     local kind, name = string.match(dependency, '^(%l+) (.+)$')
     local edge = 'job ' .. id .. ' ' .. nonce .. ' ' .. number .. ' ' .. after.use
+    local how = after.ended[number]
     if kind == 'batch' then
       batches.connect(name, edge, after.when, { id, nonce, tostring(number), after.use })
-    elseif kind == 'from' then
+    elseif kind ~= 'job' then
       -- The edge comes with that job, which is stored after this one.
       batches.check_later('j' .. id)
-    elseif redis.call('HEXISTS', key('blocked'), name) == 1 then
+    elseif not how and redis.call('HEXISTS', key('blocked'), name) == 1 then
       flows.add_edges(name .. ' blocked', { edge }, after.use ~= '0')
-    elseif redis.call('HEXISTS', key('jobs'), name) == 1 or redis.call('HEXISTS', key('held'), name) == 1 then
+    elseif not how
+      and (redis.call('HEXISTS', key('jobs'), name) == 1 or redis.call('HEXISTS', key('held'), name) == 1) then
       flows.add_edges(name, { edge }, after.use ~= '0')
     else
-      local how = flows.how_ended(name)
-      flows.meet(id, nonce, tostring(number), after.use, how, after.use ~= '0' and flows.kept_result(name) or nil)
+      how = how or flows.how_ended(name)
+      local result = SUCCESS[how] and after.use ~= '0' and flows.kept_result(name) or nil
+      flows.meet(id, nonce, tostring(number), after.use, how, result)
     end
   end
 end

@@ -25,9 +25,12 @@ end
 -- Counts a hint without a record.
 function hints.drop(id)
   redis.call('HINCRBY', key('counts'), 'dropped', 1)
+  journal.note('dropped 0 ' .. (string.find(id, '^[!-~]+$') and id or '?'))
+  -- A held job with this id is a later one.
+  if not flows_on or flows.is_held(id) then return end
+  flows.forget_inputs({ id })
   flows.detach({ id }, 'dropped')
   flows.resolve()
-  journal.note('dropped 0 ' .. (string.find(id, '^[!-~]+$') and id or '?'))
 end
 
 function hints.count(place, number)

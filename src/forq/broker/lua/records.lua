@@ -60,6 +60,7 @@ end
 -- Resets the limit of an empty queue. Only heartbeats do it: changing options with every job would defeat the cache.
 function records.reset_largest()
   if records.largest() == SMALL_RECORD or redis.call('HLEN', key('jobs')) > 0 then return end
+  if flows_on and redis.call('EXISTS', key('held')) == 1 then return end
   redis.call('HSET', key('options'), 'largest_record', SMALL_RECORD)
   next_version(base)
 end

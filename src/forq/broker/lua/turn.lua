@@ -70,7 +70,7 @@ function turns.settle_successes(first)
       settled[#settled + 1] = id
       entries[#entries + 1] = id
       entries[#entries + 1] = ARGV[at + 2]
-      if keeps_results or keep_ms[i] or results[i] then
+      if keeps_results or results[i] then
         reported[id] = { micros = ARGV[at + 2], result = results[i] or NO_RESULT, keep_ms = keep_ms[i] }
       end
     else

@@ -113,6 +113,11 @@ def sender_for(app: "DjangoApp", task: Task[P, T], queue: str, options: JobOptio
     if len(given) > 1:
         raise UsageError("using(on_commit=…, outbox=…): give one of them; the outbox waits for the commit, too")
     (option,) = given
+    if "after" in options:
+        raise UsageError(
+            f"using({option}=…, after=…) is not allowed: {option} keeps no dependencies; enqueue the job without it, "
+            "for example in transaction.on_commit(lambda: task.using(after=…).enqueue(…))"
+        )
     alias = cast(str, cast(Any, options)[option])
     known = list(connections)
     if alias not in known:
