@@ -163,6 +163,13 @@ class UnknownBatch(ForqError):
     exit_code = 4
 
 
+class UnknownFlow(ForqError):
+    """No queue has that flow."""
+
+    code = "unknown_flow"
+    exit_code = 4
+
+
 class BatchEnded(ForqError):
     """The batch takes no more members."""
 

@@ -19,10 +19,12 @@ from forq.app.declarations import (
     declare_schedule,
     schedule_of_task,
 )
+from forq.app.flow import Flow
 from forq.app.hooks import Hooks
 from forq.app.places import calling_module, calling_place, place_of
 from forq.app.signature import Signature
 from forq.app.tasks import AsyncTask, JobOptions, JobRef, Prepared, RemoteTask, Sender, SyncTask, Task, later_or_dead
+from forq.batch import Batch, callback_queue, open_batch
 from forq.broker.link import CALL_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS
 from forq.client import Client, Queue, check_timeout
 from forq.errors import ConfigError, ForqError, InvalidOption, InvalidTask, Permanent, UnknownQueue, UsageError
@@ -297,6 +299,34 @@ class App:
             for number, (id, identity) in zip(numbers, stored, strict=True):
                 refs[number] = prepared[number].sender._ref(id, identity)
         return [ref for ref in refs if ref is not None]
+
+    def flow(self, id: str | None = None) -> Flow:
+        """A flow of this app's tasks, stored at the end of a `with` block: see Flow."""
+        return Flow(self, id)
+
+    def batch(
+        self,
+        *,
+        queue: str | None = None,
+        id: str | None = None,
+        on_done: Prepared[Any] | None = None,
+        on_end: Prepared[Any] | None = None,
+        on_dead: Prepared[Any] | None = None,
+        results: bool = False,
+    ) -> Batch:
+        """Opens a batch: tasks added in a `with` block (`batch.add(send.prepare(…))`), and tasks that run when all of
+        them are done, when all have ended, or when the first one is dead. An exception in the block cancels it.
+
+        It lives in the queue of its callbacks; without any, in `queue`, by default that of the app. `results`: it keeps
+        the results of its members, for `batch.results()`.
+        """
+        callbacks = {"on_done": on_done, "on_end": on_end, "on_dead": on_dead}
+        given = {name: each for name, each in callbacks.items() if each is not None}
+        home = callback_queue(queue if given or queue else self.name, given)
+        if home not in self.client.queues():
+            self.create_absent_queue(home)
+        jobs = {name: each.job for name, each in given.items()}
+        return open_batch(self.client.link, self.client.prefix, home, id, callbacks=jobs, results=results)
 
     def lifespan(self, hook: L) -> L:
         """Registers a hook for the life of a process that runs this app's tasks: a generator function without

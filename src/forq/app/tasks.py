@@ -218,9 +218,9 @@ class Sender(Generic[P, T]):
         """Checks the arguments and packs the job, for `App.enqueue_many`."""
         return Prepared(self, self._new_job(args, kwargs))
 
-    def _new_job(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> NewJob:
+    def _new_job(self, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, without_first: bool = False) -> NewJob:
         task = self._task
-        data = task.signature.pack(args, kwargs)
+        data = task.signature.pack_rest(args, kwargs) if without_first else task.signature.pack(args, kwargs)
         if not self._fields:
             job = plain_job(data, task._names, current_trace())
         else:

@@ -89,6 +89,11 @@ class StoredBatch:
         """No more members; returns how many have not ended. Safe to repeat."""
         return int(self._run("seal_batch", self.id, int(cancel))[1])
 
+    def attach(self, edges: Sequence[str]) -> None:
+        """Adds edges to jobs in other queues that wait for the end of the batch."""
+        for first in range(0, len(edges), MEMBERS_PER_CALL):
+            self._run("attach", self.id, *edges[first : first + MEMBERS_PER_CALL])
+
     def counts(self) -> BatchCounts:
         """UnknownBatch if it never existed, or ended more than a day ago."""
         entry = self._link.call("HGET", f"{self._base}:batches", self.id)

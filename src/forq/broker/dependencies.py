@@ -14,8 +14,8 @@ NOT_USED, READ, AS_ARGUMENT, AS_LIST = 0, 1, 2, 3
 
 
 class After(NamedTuple):
-    """Checked dependencies of a new job, in order. `words`: as enqueue.lua reads them (flows.read_after). `are_kept`: their
-    tasks keep their results."""
+    """Checked dependencies of a new job, in order. `words`: as enqueue.lua reads them (flows.read_after). `are_kept`:
+    their tasks keep their results."""
 
     words: tuple[str, ...]
     when: str = "done"

@@ -28,6 +28,7 @@ QUEUE_KEYS = (
     "batch:members",  # hash: BATCH NUMBER -> QUEUE ID of a member that has not ended
     "batch:results",  # hash: BATCH NUMBER -> how a member ended, and its result
     "batch:children",  # hash: BATCH NUMBER -> members that this one added; BATCH NUMBER.N -> the number of one of them
+    "flow:F",  # string: the plan of a flow; expires
     "checks",  # zset: batches and held jobs, by the time (ms) at which they are looked after
     "reports",  # hash: queue -> 1, of queues with reports
     "reports:QUEUE",  # list: ends that this queue waits for

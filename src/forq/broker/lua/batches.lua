@@ -331,3 +331,15 @@ function verbs.lose()
   journal.write('-')
   return { OK }
 end
+
+-- describe_flow: keeps the plan of a flow for a while, for its picture.
+-- KEYS[1]  the queue's base
+-- ARGV     flow, ms to keep it, the plan as JSON
+-- Returns  {OK}; {NO_QUEUE}; {FLOWS_OFF}
+-- States   unchanged
+function verbs.describe_flow()
+  if not epoch then return { NO_QUEUE } end
+  if options.flows == FLOWS_NEVER then return { FLOWS_OFF } end
+  redis.call('SET', key_of('flow', ARGV[1]), ARGV[3], 'PX', ARGV[2])
+  return { OK }
+end

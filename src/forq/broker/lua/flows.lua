@@ -147,7 +147,8 @@ function flows.doom(hold, dependency, how)
   end
   local fence = claims.next_fence()
   local kind, queue, name = string.match(dependency, '^(%l+) (.-) ?(%S+)$')
-  local shown = (string.find('batch gate', kind, 1, true) and 'batch ' or 'job ') .. name .. (queue ~= '' and ' of queue ' .. queue or '')
+  local shown = (string.find('batch gate', kind, 1, true) and 'batch ' or 'job ') .. name
+  if queue ~= '' then shown = shown .. ' of queue ' .. queue end
   local error = string.format(
     '{"name":"DependencyFailed","message":"%s, for which it waited, ended as %s","kind":"dependency",'
       .. '"traceback":null}', string.gsub(shown, '[\\"]', '\\%0'), how)

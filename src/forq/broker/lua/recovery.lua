@@ -172,7 +172,8 @@ end
 --          unfinished, (worker, number of its last turn) per worker that runs nothing and reported an earlier turn,
 --          suspects that may start (for a fail queue: 1 if jobs wait and none runs), which idle workers have jobs (0:
 --          none, 1: main, 2: retry process, 3: both), {running jobs of evicted processors: id and fate (failures.fate)
---          each}, 1 if there are reports to deliver}; {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor was evicted
+--          each}, 1 if there are reports to deliver}; {NO_QUEUE, 1 if it was deleted}; {FENCED} if this processor was
+--          evicted
 -- States   active -> done, waiting (jobs of an evicted processor)
 function verbs.heartbeat()
   if not epoch then return { NO_QUEUE, redis.call('EXISTS', key('deleted')) } end

@@ -15,6 +15,7 @@ local VERBS = {
   { 'counts', open, 'no-writes' },
   { 'create', open_counts, 'allow-oom' },
   { 'delete', open_counts, 'allow-oom' },
+  { 'describe_flow', open, '' },
   { 'discard', open_counts, 'allow-oom' },
   { 'drop_schedule', open, 'allow-oom' },
   { 'enqueue', open_counts, '' },

@@ -1,0 +1,208 @@
+"""Flows: jobs that wait for one another, stored together, and the picture of them.
+
+1. A flow of one queue that fits into one call is stored by it: all of it or nothing.
+2. Any other is stored backwards, each job after those that wait for it, so that its edges can be stored with it. Jobs
+   without dependencies wait for a gate, a batch without members in the flow's home queue; sealing it starts the flow.
+   If its producer dies before that, the gate is abandoned after an hour, and the jobs are dead (lua/batches.lua).
+3. The home queue, that of the first job, keeps the plan of the flow for a week, for `read_flow`.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import orjson
+
+from forq.broker.batches import StoredBatch, check_batch_id
+from forq.broker.dependencies import MAX_DEPENDENCIES
+from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, JobIdentity, NewJob, Producer, Update
+from forq.broker.inspect import Inspector
+from forq.broker.keys import queue_base
+from forq.broker.link import Link
+from forq.broker.scripts import OK, error_for, script
+from forq.errors import ForqError, UnknownFlow, UnknownJob, UsageError
+
+KEPT_MS = 7 * 24 * 3600 * 1000
+MAX_FLOW_JOBS = 10_000
+# How long a script may be that stores a flow's plan.
+MAX_PLAN_BYTES = 4 << 20
+_REFUSE = Update("refuse")
+
+Stored = list[tuple[str, JobIdentity | None]]
+
+
+class FlowJob(NamedTuple):
+    """A job of a flow. `needs`: the indexes of the jobs that it waits for, all of them before it. `use`: how it uses
+    their results (dependencies.py). `label`: for the picture."""
+
+    queue: str
+    job: NewJob
+    needs: tuple[int, ...] = ()
+    when: str = "done"
+    use: int = 0
+    label: str = ""
+
+
+def store_flow(link: Link, prefix: str, flow_id: str, jobs: Sequence[FlowJob]) -> Stored:
+    """Stores all jobs, or none of them; returns their ids with identities. Exists if an id is taken."""
+    check_batch_id(flow_id)
+    if not 1 <= len(jobs) <= MAX_FLOW_JOBS:
+        raise UsageError(
+            f"flow {flow_id} has {len(jobs)} jobs: allowed are 1 to {MAX_FLOW_JOBS}; a batch takes any number of jobs"
+        )
+    for number, flow_job in enumerate(jobs):
+        if len(flow_job.needs) > MAX_DEPENDENCIES:
+            raise UsageError(
+                f"job {number + 1} of flow {flow_id} waits for {len(flow_job.needs)} jobs: at most {MAX_DEPENDENCIES} "
+                "are allowed; let jobs in between wait for groups of them, or use a batch"
+            )
+    _store_plan(link, prefix, flow_id, jobs)
+    if len({flow_job.queue for flow_job in jobs}) == 1 and _fits_into_one_call(jobs):
+        return _store_at_once(link, prefix, jobs)
+    return _StoreBackwards(link, prefix, flow_id, jobs).run()
+
+
+def read_flow(link: Link, prefix: str, queue: str, flow_id: str) -> list[dict[str, Any]]:
+    """The jobs of a flow in their order, with their states: {"queue", "id", "label", "needs", "when", "state"}.
+
+    `needs`: indexes. The state of a job that is not kept is "ended", or how it ended if its queue remembers it.
+    """
+    packed = link.call("GET", f"{queue_base(prefix, queue)}:flow:{check_batch_id(flow_id)}")
+    if packed is None:
+        raise UnknownFlow(f"queue {queue!r} has no flow {flow_id!r}: it never existed, or is older than a week")
+    plan = orjson.loads(packed)
+    for each in plan:
+        each["state"] = _state(link, prefix, each["queue"], each["id"])
+    return list(plan)
+
+
+def find_flow(link: Link, prefix: str, names: Sequence[str], flow_id: str) -> str:
+    """The home of a flow among these queues. UnknownFlow if it is in none of them."""
+    check_batch_id(flow_id)
+    for name in names:
+        if link.call("EXISTS", f"{queue_base(prefix, name)}:flow:{flow_id}"):
+            return name
+    raise UnknownFlow(f"no queue has a flow {flow_id!r}: it never existed, or is older than a week")
+
+
+def _state(link: Link, prefix: str, queue: str, job_id: str) -> str:
+    try:
+        return str(Inspector(link, prefix, queue).job(job_id)["state"])
+    except UnknownJob:
+        base = queue_base(prefix, queue)
+        known = link.pipeline([("HGET", f"{base}:ends", job_id), ("HGET", f"{base}:ends:old", job_id)], at=base)
+        return next((how.decode() for how in known if how is not None), "ended")
+    except ForqError:
+        return "unknown"
+
+
+def _store_plan(link: Link, prefix: str, flow_id: str, jobs: Sequence[FlowJob]) -> None:
+    plan = orjson.dumps(
+        [
+            {"queue": each.queue, "id": each.job.id, "label": each.label, "needs": each.needs, "when": each.when}
+            for each in jobs
+        ]
+    )
+    if len(plan) > MAX_PLAN_BYTES:
+        raise UsageError(f"the plan of flow {flow_id} has {len(plan)} bytes: at most {MAX_PLAN_BYTES} are allowed")
+    home = jobs[0].queue
+    reply = link.run(script("describe_flow"), queue_base(prefix, home), flow_id, KEPT_MS, plan)
+    if reply[0] != OK:
+        raise error_for(home, reply)
+
+
+def _fits_into_one_call(jobs: Sequence[FlowJob]) -> bool:
+    edges = sum(len(each.needs) for each in jobs)
+    return len(jobs) <= CHUNK_JOBS and sum(len(each.job.body) for each in jobs) + 40 * edges <= CHUNK_BYTES
+
+
+def _store_at_once(link: Link, prefix: str, jobs: Sequence[FlowJob]) -> Stored:
+    waiting = [
+        each.job._replace(after=_after(each, [f"j{jobs[number].job.id}" for number in each.needs])) for each in jobs
+    ]
+    return Producer(link, prefix, jobs[0].queue).enqueue_identified(waiting, _REFUSE)
+
+
+def _after(flow_job: FlowJob, words: Sequence[str]) -> str:
+    return f"{flow_job.when} {flow_job.use} {' '.join(words)}" if words else ""
+
+
+class _StoreBackwards:
+    """Stores the jobs level by level: first those for which no other waits."""
+
+    def __init__(self, link: Link, prefix: str, flow_id: str, jobs: Sequence[FlowJob]) -> None:
+        self._link, self._prefix, self._jobs = link, prefix, jobs
+        self._gate = StoredBatch(link, prefix, jobs[0].queue, flow_id)
+        # Of each job: the (index of a job that waits for it, number of the dependency there).
+        self._dependants: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
+        for index, flow_job in enumerate(jobs):
+            for number, needed in enumerate(flow_job.needs, 1):
+                self._dependants[needed].append((index, number))
+        self._stored: dict[int, tuple[str, JobIdentity | None]] = {}
+
+    def run(self) -> Stored:
+        self._gate.open(keeps_results=False)
+        try:
+            for level in self._levels():
+                self._store_level(level)
+            self._open_gate_elsewhere()
+            self._gate.seal()
+        except BaseException:
+            self._withdraw()
+            raise
+        return [self._stored[index] for index in range(len(self._jobs))]
+
+    def _levels(self) -> list[list[int]]:
+        """Indexes by the longest path to a job for which no other waits."""
+        height: dict[int, int] = {}
+        for index in reversed(range(len(self._jobs))):
+            height[index] = max((height[waits] + 1 for waits, _ in self._dependants[index]), default=0)
+        levels: list[list[int]] = [[] for _ in range(max(height.values()) + 1)]
+        for index in range(len(self._jobs)):
+            levels[height[index]].append(index)
+        return levels
+
+    def _store_level(self, level: list[int]) -> None:
+        by_queue: defaultdict[str, list[int]] = defaultdict(list)
+        for index in level:
+            by_queue[self._jobs[index].queue].append(index)
+        for queue, indexes in by_queue.items():
+            jobs = [self._with_edges(index) for index in indexes]
+            found = Producer(self._link, self._prefix, queue).enqueue_many_identified(jobs, _REFUSE)
+            self._stored |= dict(zip(indexes, found, strict=True))
+
+    def _with_edges(self, index: int) -> NewJob:
+        flow_job = self._jobs[index]
+        words = [f"f{self._jobs[needed].queue}:{self._jobs[needed].job.id}" for needed in flow_job.needs]
+        after = _after(flow_job, words)
+        if not words:
+            at_home = flow_job.queue == self._gate.queue
+            after = f"done 0 {f'b{self._gate.id}' if at_home else f'g{self._gate.queue}:{self._gate.id}'}"
+        edges = tuple(self._edge(waits, number, flow_job.queue) for waits, number in self._dependants[index])
+        return flow_job.job._replace(after=after, edges=(*flow_job.job.edges, *edges))
+
+    def _edge(self, index: int, number: int, source_queue: str) -> str:
+        """From a job in `source_queue` to a dependency of the stored job with this index."""
+        flow_job, (job_id, identity) = self._jobs[index], self._stored[index]
+        assert identity is not None  # only a call with a token returns none
+        edge = f"job {job_id} {identity.enqueued_us} {number} {flow_job.use}"
+        return edge if flow_job.queue == source_queue else f"to {flow_job.queue} {identity.epoch} {edge}"
+
+    def _open_gate_elsewhere(self) -> None:
+        """The jobs without dependencies in other queues wait for the gate, too."""
+        elsewhere = [
+            self._edge(index, 1, self._gate.queue)
+            for index, flow_job in enumerate(self._jobs)
+            if not flow_job.needs and flow_job.queue != self._gate.queue
+        ]
+        if elsewhere:
+            self._gate.attach(elsewhere)
+
+    def _withdraw(self) -> None:
+        """Nothing of the flow may run: cancels what was stored. What cannot be reached is dead once the gate has been
+        abandoned."""
+        with suppress(ForqError):
+            for index, (job_id, identity) in self._stored.items():
+                Producer(self._link, self._prefix, self._jobs[index].queue).cancel(job_id, identity)
+            self._gate.seal(cancel=True)

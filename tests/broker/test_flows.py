@@ -1,0 +1,187 @@
+"""Flows: jobs that wait for one another, stored together, in one queue or several."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from forq.broker import flows
+from forq.broker.dependencies import AS_ARGUMENT, AS_LIST
+from forq.broker.flows import FlowJob, find_flow, read_flow, store_flow
+from forq.client import new_job
+from forq.errors import Exists, OutcomeUnknown, UnknownFlow, UsageError
+from tests.broker.test_batches import deliver, pass_hours
+from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
+
+PREFIX = "forq:"
+
+
+@pytest.fixture
+def other(redis_url: str) -> Iterator[OneQueue]:
+    with one_queue(redis_url, "other") as queue:
+        yield queue
+
+
+@pytest.fixture
+def worker(queue: OneQueue) -> HandWorker:
+    return queue.worker()
+
+
+def job(name: str, *needs: int, queue: str = "q", when: str = "done", use: int = 0) -> FlowJob:
+    return FlowJob(queue, new_job({"n": name}, id=name), needs, when, use, name)
+
+
+def store(queue: OneQueue, *jobs: FlowJob, flow: str = "f") -> None:
+    store_flow(queue.link, PREFIX, flow, jobs)
+
+
+def states(queue: OneQueue, flow: str = "f") -> dict[str, str]:
+    return {each["id"]: each["state"] for each in read_flow(queue.link, PREFIX, "q", flow)}
+
+
+def is_clean(*queues: OneQueue) -> bool:
+    names = ("held", "held:jobs", "held:open", "inputs", "sources", "edges", "resolving", "reports")
+    return not any(queue.redis.exists(queue.key(name)) for queue in queues for name in names)
+
+
+@pytest.mark.parametrize("at_once", [True, False])
+def test_a_diamond_runs_in_its_order(
+    queue: OneQueue, worker: HandWorker, monkeypatch: pytest.MonkeyPatch, at_once: bool
+) -> None:
+    if not at_once:
+        monkeypatch.setattr(flows, "_fits_into_one_call", lambda jobs: False)
+    store(queue, job("a"), job("b", 0, use=AS_ARGUMENT), job("c", 0), job("d", 1, 2, use=AS_LIST))
+    assert states(queue) == {"a": "waiting", "b": "held", "c": "held", "d": "held"}
+    assert worker.turn(5) == ["a"]
+    assert sorted(worker.turn(5, done="a", results={"a": "1"})) == ["b", "c"]
+    assert worker.turn(5, done="bc", results={"b": "2", "c": "3"}) == ["d"]
+    assert queue.hash("inputs") == {"d": "2 3", "d 1": "done 2", "d 2": "done 3"}
+    worker.turn(0, done="d")
+    assert is_clean(queue)
+    assert set(states(queue).values()) == {"done"}
+
+
+def test_a_flow_over_two_queues(queue: OneQueue, other: OneQueue, worker: HandWorker) -> None:
+    store(
+        queue,
+        job("a"),
+        job("x", queue="other"),
+        job("b", 0, 1, queue="other", use=AS_LIST),
+        job("c", 2, use=AS_ARGUMENT),
+    )
+    runner = other.worker()
+    assert worker.turn(5) == ["a"]
+    assert runner.turn(5) == []
+    deliver(queue)
+    assert runner.turn(5) == ["x"]
+    worker.turn(0, done="a", results={"a": '"from q"'})
+    runner.turn(0, done="x", results={"x": "2"})
+    deliver(queue, other)
+    assert other.hash("inputs") == {"b": "2 3", "b 1": 'done "from q"', "b 2": "done 2"}
+    assert runner.turn(5) == ["b"]
+    runner.turn(0, done="b", results={"b": "[1]"})
+    deliver(queue, other)
+    assert worker.turn(5) == ["c"]
+    worker.turn(0, done="c")
+    assert is_clean(queue, other)
+
+
+def test_a_death_dooms_the_jobs_behind_it_in_all_queues(queue: OneQueue, other: OneQueue, worker: HandWorker) -> None:
+    store(queue, job("a"), job("b", 0, queue="other"), job("c", 1), job("d", 1, when="ended"))
+    worker.turn(1)
+    worker.turn(0, failed="a")
+    deliver(queue, other)
+    deliver(queue, other)
+    assert other.state().dead == ["b"]
+    assert set(queue.state().dead) == {"a", "c"}
+    assert worker.turn(5) == ["d"]
+    assert "job b of queue other" in queue.inspector.job("c")["error"]["message"]
+
+
+def test_more_jobs_than_fit_into_one_call(queue: OneQueue, worker: HandWorker) -> None:
+    count = 1200
+    middle = [job(f"m{number}", 0) for number in range(count)]
+    store(queue, job("a"), *middle, job("z1", *range(1, 601)), job("z2", *range(601, 1201)), job("end", 1201, 1202))
+    assert worker.turn(5) == ["a"]
+    worker.turn(0, done="a")
+    for _ in range(5):
+        queue.recovery().promote("q")
+    assert queue.inspector.counts().waiting == count
+    while jobs := worker.whole_turn(100).jobs[::2]:
+        worker.number += 1
+        worker.consumer.turn(worker.number, [part for each in jobs for part in (each, worker.fence, 7)], [], 0, 0)
+    assert is_clean(queue)
+    assert set(states(queue).values()) == {"done"}
+
+
+def test_nothing_is_left_of_a_flow_whose_storing_fails(queue: OneQueue, other: OneQueue, worker: HandWorker) -> None:
+    other.enqueue("taken")
+    with pytest.raises(Exists):
+        store(queue, job("a"), job("taken", 0, queue="other"), job("c", 1))
+    assert queue.state().jobs == set()
+    assert queue.inspector.counts().held == 0
+    assert other.state().jobs == {"taken"}
+    assert is_clean(queue, other)
+
+
+def test_a_flow_whose_producer_dies_never_starts(
+    queue: OneQueue, other: OneQueue, worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(*_: object) -> None:
+        raise OutcomeUnknown("the connection broke")
+
+    monkeypatch.setattr(flows._StoreBackwards, "_open_gate_elsewhere", die)
+    monkeypatch.setattr(flows._StoreBackwards, "_withdraw", lambda _: None)
+    with pytest.raises(OutcomeUnknown):
+        store(queue, job("a"), job("x", queue="other"), job("b", 0, 1), job("always", 0, when="ended"))
+    pass_hours(queue, 1.1)
+    pass_hours(other, 1.1)
+    queue.recovery().promote("q")
+    other.recovery().promote("other")
+    deliver(queue, other)
+    deliver(queue, other)
+    assert set(queue.state().dead) == {"a", "b"}
+    assert other.state().dead == ["x"]
+    assert worker.turn(5) == ["always"]
+    worker.turn(0, done="always")
+    assert is_clean(queue, other)
+
+
+def test_a_dependency_that_was_never_stored_is_lost(
+    queue: OneQueue, other: OneQueue, worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The producer died between two levels."""
+    stored: list[object] = []
+    store_level = flows._StoreBackwards._store_level
+
+    def store_one(self: flows._StoreBackwards, level: list[int]) -> None:
+        if stored:
+            raise OutcomeUnknown("the connection broke")
+        stored.append(level)
+        store_level(self, level)
+
+    monkeypatch.setattr(flows._StoreBackwards, "_store_level", store_one)
+    monkeypatch.setattr(flows._StoreBackwards, "_withdraw", lambda _: None)
+    with pytest.raises(OutcomeUnknown):
+        store(queue, job("a", queue="other"), job("b", 0))
+    assert queue.inspector.counts().held == 1
+    pass_hours(queue, 0.5)
+    queue.recovery().promote("q")
+    assert queue.state().dead == ["b"]
+    assert "ended as lost" in queue.inspector.job("b")["error"]["message"]
+
+
+def test_the_limits_of_a_flow(queue: OneQueue) -> None:
+    with pytest.raises(UsageError, match="1001 jobs: at most 1000"):
+        store(queue, *(job(f"{number}") for number in range(1001)), job("z", *range(1001)))
+    with pytest.raises(UsageError, match="10001 jobs: allowed are 1 to 10000"):
+        store(queue, *(job(f"{number}") for number in range(10_001)))
+    assert queue.state().jobs == set()
+
+
+def test_a_flow_is_found_by_its_id(queue: OneQueue, other: OneQueue) -> None:
+    store(queue, job("a"), job("b", 0))
+    assert find_flow(queue.link, PREFIX, ["other", "q"], "f") == "q"
+    plan = read_flow(queue.link, PREFIX, "q", "f")
+    assert plan[1] == {"queue": "q", "id": "b", "label": "b", "needs": [0], "when": "done", "state": "held"}
+    with pytest.raises(UnknownFlow):
+        find_flow(queue.link, PREFIX, ["other", "q"], "no-such-flow")
