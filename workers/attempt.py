@@ -411,7 +411,7 @@ def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, J
     more: tuple[Any, ...] = (record.trace, record.snooze_count)
     if (options := record.options) is not None:
         inputs = Inputs(options.input_count, options.input_use) if options.input_count else None
-        more = (*more, options.tick_ms, inputs)
+        more = (*more, options.tick_ms, inputs, options.batch, options.member)
     return record.data, Job(queue, job_id, *about, fence, counts, *more)
 
 

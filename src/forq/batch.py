@@ -126,6 +126,10 @@ class Batch:
             "ended_at": counts.at if counts.has_ended else None,
         }
 
+    def keeps_results(self) -> bool:
+        """Whether it was opened with results=True."""
+        return self._stored().counts().keeps_results
+
     def results(self) -> list[Any]:
         """The results of all members in the order in which they were added; None for a member that is not done.
 

@@ -57,6 +57,7 @@ from forq.errors import (
     UsageError,
     WaitTimeout,
 )
+from forq.job import Job
 from forq.job_options import pack_job_options
 from forq.paths import key_prefix, redis_url
 from forq.procs.backoff import Backoff
@@ -169,8 +170,19 @@ class Client:
         return open_batch(self.link, self.prefix, queue, id, callbacks=callbacks, results=results)
 
     def find_batch(self, queue: str, id: str) -> Batch:
-        """A batch of this queue, by its id."""
+        """A batch of this queue, by its id. In a callback: `client.find_batch(job.queue, job.batch)`."""
         return Batch(self.link, self.prefix, queue, id)
+
+    def batch_of(self, job: Job) -> Batch:
+        """The batch of a running member, which may add others to it in a `with` block, also after it was sealed.
+
+        The ids of those are derived from the member's: its next attempt adds none of them twice.
+        """
+        if job.membership is None:
+            raise UsageError(f"job {job.id!r} of queue {job.queue!r} is no member of a batch")
+        queue, id, number = job.membership
+        keeps_results = self.find_batch(queue, id).keeps_results()
+        return Batch(self.link, self.prefix, queue, id, keeps_results=keeps_results, parent=number, parent_id=job.id)
 
     def queues(self) -> dict[str, Mode]:
         """Every queue with its mode."""

@@ -123,9 +123,11 @@ class Job:
     __slots__ = (
         "_attempts",
         "_inputs",
+        "_member",
         "_position",
         "_reporter",
         "_tick_ms",
+        "batch",
         "enqueued_at",
         "fence",
         "id",
@@ -154,6 +156,8 @@ class Job:
         snoozes: int = 0,
         tick_ms: int | None = None,
         inputs: Inputs | None = None,
+        batch: str = "",
+        member: str = "",
     ) -> None:
         self.queue = queue
         self.id = id
@@ -173,6 +177,10 @@ class Job:
         self._tick_ms = tick_ms
         # None: it uses no results of other jobs.
         self._inputs = inputs
+        # Id of the batch whose callback it is; None if it is none.
+        self.batch = batch or None
+        # HOME:BATCH:NUMBER of the batch that it belongs to (job_options.py).
+        self._member = member
         # Set by the worker.
         self._attempts: Attempts | None = None
         self._reporter: Reporter | None = None
@@ -220,6 +228,14 @@ class Job:
             )
         return [_read_input(self.id, number, packed) for number, packed in enumerate(self._inputs.packed, 1)]
 
+    @property
+    def membership(self) -> tuple[str, str, int] | None:
+        """The queue and id of the batch that the job belongs to, and its number there; None if it belongs to none."""
+        if not self._member:
+            return None
+        home, batch, number = self._member.split(":")
+        return home or self.queue, batch, int(number)
+
     def progress(self, fraction: float, text: str = "") -> None:
         """Reports the job's progress: a fraction from 0 to 1, and an optional text (cut at 200 characters).
 
@@ -235,7 +251,7 @@ class Job:
         """Without the reporter, which belongs to this process."""
         counts = (self.retry_count, self.stall_count, self.timeout_count)
         about = (self.queue, self.id, self.identifier, self.type, self.priority, self.enqueued_at, self.fence, counts)
-        return Job, (*about, self.trace, self.snoozes, self._tick_ms, self._inputs)
+        return Job, (*about, self.trace, self.snoozes, self._tick_ms, self._inputs, self.batch or "", self._member)
 
     def __repr__(self) -> str:
         return f"Job(queue={self.queue!r}, id={self.id!r}, identifier={self.identifier!r}, fence={self.fence})"

@@ -2,8 +2,8 @@
 record of a job.
 
 Packed options are one word, such as `t=30000,r=5,b=1000:5000,k=3600000` (durations in ms). Scripts read
-single options from it. A record may also have `x=EXPIRES_MS` and `T=TICK_MS`. Only the copy that a worker gets has the
-marks `w=1`, `i=COUNT` and `I=USE` (StoredOptions).
+single options from it. A record may also have `x=EXPIRES_MS`, `T=TICK_MS` and `g=BATCH`. Only the copy that a worker
+gets has the marks `w=1`, `i=COUNT`, `I=USE` and `m=HOME:BATCH:NUMBER` (StoredOptions).
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,8 +19,8 @@ from forq.values import show_duration, shown
 MAX_BACKOFFS = 20
 # The syntax of packed options, for readers that cannot call `unpack_options`: each letter at most once.
 _MS = "[0-9]{1,18}"
-_PART = f"(?:[trkxT]={_MS}|b={_MS}(?::{_MS}){{0,{MAX_BACKOFFS - 1}}})"
-PACKED = f"^(?!.*([trbkxT])=.*,\\1=){_PART}(?:,{_PART})*$"
+_PART = f"(?:[trkxT]={_MS}|b={_MS}(?::{_MS}){{0,{MAX_BACKOFFS - 1}}}|g=[A-Za-z0-9_.-]{{1,64}})"
+PACKED = f"^(?!.*([trbkxTg])=.*,\\1=){_PART}(?:,{_PART})*$"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,10 +68,12 @@ class AttemptOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredOptions(AttemptOptions):
-    """The options in a job's record. `expires_ms`: epoch ms. `tick_ms`: of the schedule that made the job.
+    """The options in a job's record. `expires_ms`: epoch ms. `tick_ms`: of the schedule that made the job. `batch`: the
+    one whose callback it is.
 
     The rest are marks of a claimed job. `is_result_wanted`: another job uses its result. `input_count`: the number of
-    jobs that it has waited for, if it uses their results, and how (`input_use`, dependencies.py).
+    jobs that it has waited for, if it uses their results, and how (`input_use`, dependencies.py). `member`: HOME, BATCH
+    and NUMBER of the batch that it belongs to, separated by colons; HOME is '' for the job's own queue.
     """
 
     expires_ms: int | None = None
@@ -79,6 +81,8 @@ class StoredOptions(AttemptOptions):
     is_result_wanted: bool = False
     input_count: int = 0
     input_use: int = 0
+    batch: str = ""
+    member: str = ""
 
 
 _NO_OPTIONS = AttemptOptions()
@@ -174,6 +178,8 @@ _READERS: Mapping[str, Any] = {
     "w": lambda value: {"is_result_wanted": value == "1"},
     "i": lambda value: {"input_count": int(value)},
     "I": lambda value: {"input_use": int(value)},
+    "g": lambda value: {"batch": value},
+    "m": lambda value: {"member": value},
 }
 
 

@@ -122,7 +122,7 @@ def test_a_sender_may_enqueue_several_jobs(queue: OneQueue) -> None:
 
 def test_the_other_options_of_the_job_apply_too(queue: OneQueue) -> None:
     job = read.using(after="a", when="ended", id="b", priority=3, timeout=7, with_results=True).prepare().job
-    assert (job.id, job.priority, job.options, job.after) == ("b", 3, "t=7000", "ended 1 job a")
+    assert (job.id, job.priority, job.options, job.after) == ("b", 3, "t=7000", "ended 1 ja")
 
 
 def test_aenqueue_stores_dependencies(queue: OneQueue) -> None:

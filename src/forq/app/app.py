@@ -328,6 +328,10 @@ class App:
         jobs = {name: each.job for name, each in given.items()}
         return open_batch(self.client.link, self.client.prefix, home, id, callbacks=jobs, results=results)
 
+    def batch_of(self, job: Job) -> Batch:
+        """The batch of a running member, which may add others to it: see `Client.batch_of`."""
+        return self.client.batch_of(job)
+
     def lifespan(self, hook: L) -> L:
         """Registers a hook for the life of a process that runs this app's tasks: a generator function without
         arguments, or an async one, that yields once.
