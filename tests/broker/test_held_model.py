@@ -4,16 +4,15 @@ FORQ_MODEL_EXAMPLES=5000 runs more examples, different ones each time.
 """
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, rule
 
-from forq.broker import dependencies, scripts
+from forq.broker import dependencies
 from forq.broker.enqueue import Update, new_job
 from forq.errors import Exists, ForqError, QueueFull, UnknownDependency, UsageError
+from tests.broker.slow_flows import MAX_ENDS, following_one_edge_per_call
 from tests.broker.test_model import (
     EXPIRES_IN_MS,
     IDS,
@@ -29,7 +28,6 @@ from tests.broker.test_model import (
 from tests.support.drive.server import Server
 from tests.support.models.held import After
 from tests.support.models.held_checks import Flows
-from tests.support.models.mutants import Mutant, forget_texts, use
 from tests.support.models.queue import Dispatch, Full, NotKept, Taken, Unknown
 
 # No job has the last id.
@@ -44,7 +42,6 @@ REFUSALS: dict[type[Exception], type[ForqError]] = {
     Unknown: UnknownDependency,
     NotKept: UsageError,
 }
-MAX_ENDS = 3
 
 
 class HeldMachine(QueueMachine):
@@ -150,18 +147,6 @@ class SlowHeldMachine(HeldMachine):
             self.model.promote()
             self.model.forget_in_time()
         super().all_is_as_it_should_be()
-
-
-@contextmanager
-def following_one_edge_per_call() -> Iterator[None]:
-    read = scripts._read
-    use(Mutant("call.lua", "EDGES_PER_CALL = 500", "EDGES_PER_CALL = 1", "", ""))
-    use(Mutant("flows.lua", "MAX_ENDS = 50000", f"MAX_ENDS = {MAX_ENDS}", "", ""))
-    try:
-        yield
-    finally:
-        scripts._read = read
-        forget_texts()
 
 
 @pytest.mark.timeout(3600 if "FORQ_MODEL_EXAMPLES" in os.environ else 400)

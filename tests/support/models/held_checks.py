@@ -66,13 +66,17 @@ class Flows:
             for source, groups in self.raw["sources"].items()
         }
         # Group -> (number of edges, index of the next one).
-        self.resolving = {int(group): (int(count), int(at)) for group, count, at, _ in map(_words, resolving)}
+        self.resolving = {int(group): (int(count), int(at)) for group, count, at, *_ in map(_words, resolving)}
+        # Group that holds a result -> how many of those that are left use it.
+        self.users = Counter(holder for _, _, _, _, *holders in map(_words, resolving) for holder in holders)
         self.edges: dict[tuple[int, int], Edge] = {}
-        self.results: set[int] = set()
+        self.results: dict[str, int] = {}
         for field, value in self.raw["edges"].items():
             group, _, index = field.partition(" ")
-            if index == "result":
-                self.results.add(int(group))
+            if index == "left":
+                self.results[group] = int(value)
+            elif index == "result":
+                assert group in self.users, f"the result of group {group} has no users"
             else:
                 self.edges[int(group), int(index)] = _edge(int(group), value.decode())
 
@@ -108,7 +112,8 @@ class Flows:
         expected = {(group, at) for each in self.groups.values() for group, count, _ in each for at in _upto(count)}
         expected |= {(group, at) for group, (count, first) in self.resolving.items() for at in range(first, count + 1)}
         assert set(self.edges) == expected
-        assert self.results <= set(self.resolving)
+        assert self.results == self.users
+        assert all(f"{holder} result" in self.raw["edges"] for holder in self.users)
         used = {group: flag for groups in self.groups.values() for group, _, flag in groups}
         for edge in self.edges.values():
             assert used.get(edge.group, edge.use > 0) == (edge.use > 0)
@@ -134,7 +139,9 @@ class Flows:
             job_id, number = _numbered(field) if " " in field else (field, 0)
             if job_id in self.holds:
                 hold = self.holds[job_id]
-                assert hold.use > 0 and 1 <= number <= hold.count and (job_id, number) not in self.open
+                assert hold.use > 0
+                assert 1 <= number <= hold.count
+                assert (job_id, number) not in self.open
             else:
                 assert job_id in self.raw["jobs"], f"inputs of {job_id}, which has ended"
                 assert number <= int(self.raw["inputs"][job_id].split()[0])

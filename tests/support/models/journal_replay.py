@@ -4,7 +4,6 @@ It knows nothing of the queue but the journal, and checks that the entries form 
 """
 
 from collections.abc import Iterable, Mapping
-
 from dataclasses import dataclass, field
 
 from forq.broker.journal import Entry, Event, entry_hash, pack_entry, read_entry
