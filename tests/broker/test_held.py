@@ -297,6 +297,7 @@ def test_deaths_cascade_over_several_calls(queue: OneQueue, worker: HandWorker) 
     store(queue, new_job(1, id="a"), *(after(f"j{number}", "a") for number in range(300)), after("end", "j299"))
     worker.turn(1)
     worker.turn(0, failed="a")
+    assert 40 < len(queue.state().dead) < 60, "a burial is as long as several edges"
     for _ in range(10):
         queue.recovery().promote("q")
     assert len(queue.state().dead) == 302

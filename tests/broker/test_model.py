@@ -182,8 +182,8 @@ class QueueMachine(RuleBasedStateMachine):
     ) -> Dispatch:
         at = self._at(run_at) or 0
         expires = max(at, self.model.now_ms) + EXPIRES_IN_MS if "x=" in options else 0
-        own = "" if expires else options
-        return Dispatch(next(self.numbers), priority, at, update_data, how, reset, own, expires)
+        own, expires_in = ("", EXPIRES_IN_MS) if expires else (options, 0)
+        return Dispatch(next(self.numbers), priority, at, update_data, how, reset, own, expires, expires_in)
 
     def _at(self, when: str) -> int | None:
         ahead = AHEAD_MS[when]
@@ -210,7 +210,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     def _check_identities(self, stored: list[tuple[str, JobIdentity | None]]) -> None:
         """They have the times of the stored, updated or blocked jobs."""
-        records, blocked = self.queue.state().records, self.queue.hash("blocked")
+        state, blocked = self.queue.state(), self.queue.hash("blocked")
+        records = state.records | state.held_records
         for job_id, identity in stored:
             if identity is None:
                 continue
@@ -298,6 +299,7 @@ class QueueMachine(RuleBasedStateMachine):
             assert claimed[0] not in in_line[1:], "an older suspect was skipped"
         if claimed:
             self.model.claim(worker, claimed, answer.fence)
+            self.checks.held.marks(answer.jobs)
         worker.turn, worker.shift = real.number, 0
         self.checks.limits.sleeps(worker, answer, heard=not lose)
         if lose:
@@ -584,13 +586,13 @@ def test_no_interleaving_does_so_while_stale_hints_are_swept(server: Server) -> 
         explore(QueueMachine, server)
 
 
-def explore(machine_type: type[QueueMachine], server: Server) -> None:
+def explore(machine_type: type[QueueMachine], server: Server, quick: int = 30, thorough: int = 120) -> None:
     requested = os.environ.get("FORQ_MODEL_EXAMPLES")
     machine = type("Machine", (machine_type,), {"server": server})
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=int(requested or examples(30, 120)),
+            max_examples=int(requested or examples(quick, thorough)),
             stateful_step_count=50,
             derandomize=requested is None,
             deadline=None,

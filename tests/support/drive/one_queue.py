@@ -44,6 +44,7 @@ class State:
     # Ids of `waiting` that come first while stale hints are removed.
     swept: dict[int, list[str]] = field(default_factory=dict, compare=False)
     records: dict[str, bytes] = field(default_factory=dict, compare=False)
+    held_records: dict[str, bytes] = field(default_factory=dict, compare=False)
     owners: dict[str, str] = field(default_factory=dict, compare=False)
     counts: dict[str, str] = field(default_factory=dict, compare=False)
     tokens: int = field(default=0, compare=False)
@@ -151,7 +152,8 @@ class OneQueue:
             look.lrange(self.key("failed"), 0, -1)
             for worker in self.workers:
                 look.lrange(worker.processing, 0, -1)
-            found = look.execute()
+            look.hgetall(self.key("held:jobs"))
+            *found, held_records = look.execute()
         jobs, owners, stale, counts = ({k.decode(): v for k, v in flat.items()} for flat in found[:4])
         suspect_ms = {job_id.decode(): int(score) for job_id, score in found[25]}
         found[25] = [job_id for job_id, _ in found[25]]
@@ -170,6 +172,7 @@ class OneQueue:
             stale={name: int(number) for name, number in stale.items()},
             dead=[member.rpartition("@")[0] for member in dead],
             records=jobs,
+            held_records={job_id.decode(): record for job_id, record in held_records.items()},
             owners={job_id: owner.decode() for job_id, owner in owners.items()},
             counts={name: value.decode() for name, value in counts.items()},
             tokens=lists[5].count(""),

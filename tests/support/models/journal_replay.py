@@ -43,6 +43,8 @@ class Replay:
         self.hash = ""
         self.paused = False
         self.dropped = 0
+        # Whether the scripts of a test forget ends sooner than their journal.
+        self.forgets = False
         self.births: set[str] = set()  # of fail jobs
         self._unborn = set(fail_jobs or ())
         self._clear()
@@ -57,8 +59,9 @@ class Replay:
         self.batches: set[str] = set()  # those that have not ended
         self.archived: set[str] = set()  # id@fence
         self.held: dict[str, Hold] = {}
-        # How jobs ended, since the queue has had held ones: it did not need to know before.
+        # How jobs ended, since the queue has had held ones: the scripts did not remember it before.
         self.ends: dict[str, str] = {}
+        self._has_held = False
         self.deleted = False
 
     def pass_time(self, ms: int) -> None:
@@ -151,6 +154,7 @@ class Replay:
 
     def _held(self, event: Event, job: str) -> None:
         when, *names = (event.cause or "").split(" ")
+        self._has_held = True
         self._demand(event, len(set(names)) == len(names) > 0)
         if self._to_come.pop(job, None) is None:
             self._demand(event, job in self._stored and self.ready.pop(job, 0) is None)
@@ -178,10 +182,11 @@ class Replay:
         elif is_new or (self._lives(name) and name not in self._stored):
             dependency.source = name
         else:
-            dependency.source, dependency.how = "", self.ends.get(name, "?")
+            dependency.source, dependency.how = "", "?" if self.forgets else self.ends.get(name, "?")
 
     def _ends(self, source: str, how: str) -> None:
-        self.ends[source] = how
+        if self._has_held:
+            self.ends[source] = how
         for hold in self.held.values():
             for each in hold.dependencies:
                 if each.source == source and not each.how:

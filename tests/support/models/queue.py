@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from forq.job_options import unpack_options
+from tests.support.models.held import SUCCESS, After, Dependency, ModelHold, waiting_for
 from tests.support.models.limits import ModelLimits
 
 MAX_RETRIES = 2
@@ -30,6 +31,7 @@ class Dispatch:
     reset: bool | None = None
     options: str = ""  # packed, without the expiry
     expires: int = 0  # ms; 0: never
+    expires_in: int = 0  # the same as a duration
 
     def new(self) -> "ModelJob":
         return ModelJob(self.data, self.priority, self.run_at, options=self.options, expires=self.expires)
@@ -87,6 +89,11 @@ class ModelJob:
     # Enqueue times of this job and of the one blocked behind it; 0: not read yet. They never change.
     enqueued_us: int = 0
     blocked_us: int = 0
+    # Whether a job that waits for this one, or for the one blocked behind it, wants its result.
+    used: bool = False
+    blocked_used: bool = False
+    # Of a job that waited for others and uses their results.
+    waited: ModelHold | None = None
 
     @property
     def waits(self) -> bool:
@@ -161,6 +168,14 @@ class Taken(Exception):
     """The id exists, and the call required that it does not."""
 
 
+class Unknown(Exception):
+    """A job would wait for one that the queue does not know."""
+
+
+class NotKept(Exception):
+    """A job would use the result of one that does not keep it."""
+
+
 @dataclass
 class ModelQueue:
     now_ms: int
@@ -177,27 +192,126 @@ class ModelQueue:
     # The rule being executed: no two scripts of one rule settle what ran.
     step: int = 0
     limits: ModelLimits = field(default_factory=ModelLimits)
+    held: dict[str, ModelHold] = field(default_factory=dict)
+    # How jobs ended, from the first held one on.
+    remembers: bool = False
+    ends: dict[str, str] = field(default_factory=dict)
+    just_ended: list[str] = field(default_factory=list)
 
     def enqueue(self, ids: list[str], dispatch: Dispatch, if_exists: str, token: str | None) -> list[str]:
         """Returns the reply of the call; raises Taken or Full, and then nothing has changed."""
         if token in self.tokens:
             return [self.tokens[token or ""]] * len(ids)
-        if if_exists == "refuse" and (len(set(ids)) < len(ids) or set(ids) & set(self.jobs)):
-            raise Taken
-        new = set(ids) - set(self.jobs)
-        behind = {job_id for job_id in set(ids) - new if self.jobs[job_id].owner and not self.jobs[job_id].blocked}
-        growth = len(new) + (len(behind) if if_exists == "update" else 0)
-        if growth and self.items() + growth > MAX_ITEMS:
-            raise Full
-        for job_id in ids:
-            self._dispatch(job_id, dispatch, if_exists)
+        self.store([(job_id, dispatch, None) for job_id in ids], if_exists)
         if token:
             self.tokens[token] = ids[0]
         return ids
 
+    def store(self, lines: list[tuple[str, Dispatch, After | None]], if_exists: str) -> None:
+        """Stores all lines or raises; a job waits for what was there before it."""
+        new: dict[str, dict[str, str]] = {}  # id -> how its dependencies ended that are not live
+        for job_id, _, after in lines:
+            if job_id in new or self.lives(job_id):
+                if if_exists == "refuse" or (after and if_exists == "update"):
+                    raise Taken
+            else:
+                new[job_id] = self._look_up(after, new)
+        ids = {job_id for job_id, _, _ in lines}
+        behind = {
+            job_id for job_id in ids & set(self.jobs) if self.jobs[job_id].owner and not self.jobs[job_id].blocked
+        }
+        growth = len(new) + (len(behind) if if_exists == "update" else 0)
+        if growth and self.items() + growth > MAX_ITEMS:
+            raise Full
+        waiting: list[tuple[str, ModelHold, dict[str, str]]] = []
+        for job_id, dispatch, after in lines:
+            if after and job_id in new and not self.lives(job_id):
+                self.remembers = True
+                hold = ModelHold(dispatch.new(), after, dispatch.expires_in)
+                hold.dependencies = [Dependency(name, "?") for name in after.names]
+                self.held[job_id] = hold
+                waiting.append((job_id, hold, new[job_id]))
+            else:
+                self._dispatch(job_id, dispatch, if_exists)
+        for job_id, hold, ended in waiting:
+            self._connect(job_id, hold, ended)
+
+    def lives(self, job_id: str) -> bool:
+        return job_id in self.jobs or job_id in self.held
+
+    def _look_up(self, after: After | None, new: Iterable[str]) -> dict[str, str]:
+        """How the dependencies ended that are not live."""
+        ended = {}
+        for name in (name for name in after.names if name not in new) if after else ():
+            job = self.jobs.get(name)
+            if job and after and after.use and job.owner and not job.blocked and not (self.keeps or job.used):
+                raise NotKept
+            if self.lives(name):
+                continue
+            how = self.how_ended(name)
+            if how is None:
+                raise Unknown
+            if after and after.use and how in SUCCESS and not self._result_of_done(name):
+                raise NotKept
+            ended[name] = how
+        return ended
+
+    def how_ended(self, job_id: str) -> str | None:
+        return self.ends.get(job_id, "done" if job_id in self.kept else None)
+
+    def _result_of_done(self, job_id: str) -> str | None:
+        return (self.kept[job_id].result or None) if job_id in self.kept else None
+
+    def _connect(self, job_id: str, hold: ModelHold, ended: dict[str, str]) -> None:
+        for number, dependency in enumerate(hold.dependencies, 1):
+            name = dependency.name
+            live = self.held[name].job if name in self.held else self.jobs.get(name)
+            how = ended.get(name)
+            if how is None and live:
+                dependency.source = f"{name} blocked" if live.blocked else name
+                if hold.after.use and live.blocked:
+                    live.blocked_used = True
+                elif hold.after.use:
+                    live.used = True
+                continue
+            how = how or self.ends[name]
+            result = self._result_of_done(name) if how in SUCCESS else None
+            if self.held.get(job_id) is hold:
+                self._apply(job_id, hold, number, how, result)
+
+    def _apply(self, job_id: str, hold: ModelHold, number: int, how: str, result: str | None) -> None:
+        outcome = hold.end(number, how, result)
+        if not outcome:
+            return
+        del self.held[job_id]
+        if outcome == "ready":
+            job = hold.job
+            job.expires = max(self.now_ms, job.run_at) + hold.expires_in if hold.expires_in else 0
+            job.waited = hold if hold.after.use else None
+            self.jobs[job_id] = self._ready(job)
+            return
+        self.dead += outcome == "dead"
+        self._note_end(job_id, outcome)
+
+    def _note_end(self, job_id: str, how: str, result: str | None = None) -> None:
+        """Tells those that wait for this job, after it is gone."""
+        if self.remembers:
+            self.ends[job_id] = how
+            self.just_ended.append(job_id)
+        self._tell(job_id, how, result)
+
+    def _tell(self, source: str, how: str, result: str | None = None) -> None:
+        for job_id, hold, number in list(waiting_for(self.held, source)):
+            if self.held.get(job_id) is hold:
+                self._apply(job_id, hold, number, how, result)
+
+    def _move_blocked(self, job_id: str) -> None:
+        for _, hold, number in list(waiting_for(self.held, f"{job_id} blocked")):
+            hold.dependencies[number - 1].source = job_id
+
     def restore(self, lines: list[tuple[str, str]], dispatch: Dispatch) -> list[str]:
         """The outcome of each (id, token): "stored", "known" or "left"; raises Full, and then nothing has changed."""
-        ids, tokens, outcomes = set(self.jobs), set(self.tokens), []
+        ids, tokens, outcomes = set(self.jobs) | set(self.held), set(self.tokens), []
         for job_id, token in lines:
             outcomes.append("known" if token in tokens else "left" if job_id in ids else "stored")
             if outcomes[-1] == "stored":
@@ -212,11 +326,15 @@ class ModelQueue:
         return outcomes
 
     def items(self) -> int:
-        return len(self.jobs) + sum(bool(job.blocked) for job in self.jobs.values())
+        return len(self.jobs) + len(self.held) + sum(bool(job.blocked) for job in self.jobs.values())
 
     def _dispatch(self, job_id: str, dispatch: Dispatch, if_exists: str) -> None:
-        job = self.jobs.get(job_id)
-        if job is None:
+        job, hold = self.jobs.get(job_id), self.held.get(job_id)
+        if hold:
+            if if_exists == "update":
+                dispatch.on(hold.job)
+                hold.expires_in = dispatch.expires_in if dispatch.update_data else hold.expires_in
+        elif job is None:
             self.jobs[job_id] = self._ready(dispatch.new())
         elif if_exists == "update" and job.owner:
             job.blocked.append(dispatch)
@@ -256,21 +374,26 @@ class ModelQueue:
         else:
             self.kept = {}
 
-    def _end(self, job_id: str) -> None:
+    def _end(self, job_id: str, how: str, result: str | None = None) -> None:
         """The active job has ended: a dispatch blocked behind it becomes a job."""
         ended = self.jobs.pop(job_id)
+        self._note_end(job_id, how, result)
         first, *others = ended.blocked or (None,)
         if first is None:
             return
         job = first.new()
-        job.enqueued_us = ended.blocked_us
+        job.enqueued_us, job.used = ended.blocked_us, ended.blocked_used
         for dispatch in others:
             if dispatch:
                 dispatch.on(job)
         self.jobs[job_id] = self._ready(job)
+        self._move_blocked(job_id)
 
-    def _come_back(self, job: ModelJob, run_at: int) -> None:
+    def _come_back(self, job_id: str, run_at: int) -> None:
         """The active job will run again: a dispatch blocked behind it updates it."""
+        job = self.jobs[job_id]
+        self._move_blocked(job_id)
+        job.used, job.blocked_used = job.used or job.blocked_used, False
         job.owner, job.run_at, job.progress = None, run_at, None
         for dispatch in job.blocked:
             dispatch.on(job)
@@ -279,13 +402,18 @@ class ModelQueue:
 
     def cancel(self, job_id: str, *, even_active: bool) -> bool:
         """Whether there was anything to cancel."""
+        if self.held.pop(job_id, None):
+            self._note_end(job_id, "cancelled")
+            return True
         job = self.jobs.get(job_id)
         if job is None:
             return False
         if job.owner is None:
             del self.jobs[job_id]
+            self._note_end(job_id, "cancelled")
             return True
-        was_blocked, job.blocked, job.blocked_us = bool(job.blocked), [], 0
+        was_blocked, job.blocked, job.blocked_us, job.blocked_used = bool(job.blocked), [], 0, False
+        self._tell(f"{job_id} blocked", "cancelled")
         job.removed = job.removed or even_active
         return was_blocked or even_active
 
@@ -293,7 +421,7 @@ class ModelQueue:
         """Whether the job was scheduled; None: there is no such job."""
         job = self.jobs.get(job_id)
         if job is None or not job.scheduled:
-            return None if job is None else False
+            return False if self.lives(job_id) else None
         job.run_at = 0
         self._ready(job)
         return True
@@ -311,6 +439,8 @@ class ModelQueue:
                 )
                 for dispatch in job.blocked
             ]
+        for hold in self.held.values():
+            hold.job.run_at = max(0, hold.job.run_at - ms)
         self.kept = {job_id: replace(done, ended_ms=done.ended_ms - ms) for job_id, done in self.kept.items()}
 
     def promote(self) -> None:
@@ -339,26 +469,28 @@ class ModelQueue:
             job = self.jobs[job_id]
             if job_id in failed:
                 self.fates.append(self._fate(job, how))
-            if job_id in done or job.removed or how.kind == "cancelled":
-                self._end(job_id)
+            if job_id in done:
+                self._end(job_id, "done", result_of(job_id))
+            elif job.removed or how.kind == "cancelled":
+                self._end(job_id, "cancelled")
             elif how.kind == "interrupted":
                 self.hand_back([job_id], job_id, how.kind)
             elif how.kind == "timeout":
                 job.lost("timed_out")
-                self._come_back(job, 0)
+                self._come_back(job_id, 0)
             elif how.kind == "snooze":
                 job.snoozes += 1
                 job.suspect = False
-                self._come_back(job, how.retry_at or 0)
+                self._come_back(job_id, how.retry_at or 0)
             elif how.kind == "permanent" or job.retries >= job.max_retries:
                 self.dead += 1
-                self._end(job_id)
+                self._end(job_id, "dead")
             else:
                 backoff = job.backoff_ms(self.backoff_ms)
                 job.tried()
                 job.retries += 1
                 job.suspect = False
-                self._come_back(job, self.now_ms + backoff if how.retry_at is None else how.retry_at)
+                self._come_back(job_id, self.now_ms + backoff if how.retry_at is None else how.retry_at)
         return refused
 
     def _fate(self, job: ModelJob, how: Failure) -> tuple[str, int, int]:
@@ -377,21 +509,21 @@ class ModelQueue:
         return "dead" if how.kind == "permanent" or not left else "retried", attempt, attempt + left
 
     def ran(self, worker: ModelWorker, job_ids: str) -> None:
-        """Marks jobs done without a report by the worker."""
-        ended = [job_id for job_id in job_ids if self.owns(worker, job_id)]
+        """Marks jobs done without a report by the worker, unless another job needs their results."""
+        ended = [job_id for job_id in job_ids if self.owns(worker, job_id) and not self.jobs[job_id].used]
         self._keep(dict.fromkeys(ended, ""))
         for job_id in ended:
-            self._end(job_id)
+            self._end(job_id, "done")
 
     def hand_back(self, job_ids: Iterable[str], running: str | None = None, outcome: str = "") -> None:
         for job_id in job_ids:
             job = self.jobs[job_id]
             if job.removed:
-                self._end(job_id)
+                self._end(job_id, "cancelled")
                 continue
             if job_id == running:
                 job.lost(outcome)
-            self._come_back(job, 0)
+            self._come_back(job_id, 0)
             job.by_age = job.suspect and job.waits and not (job_id == running and outcome == "timed_out")
 
     def claim(self, worker: ModelWorker, job_ids: list[str], fence: str) -> None:
@@ -419,6 +551,7 @@ class ModelQueue:
             assert job.waits
             assert job.suspect == (lane != "main")
             self.dead += 1
+            self._note_end(job_id, "dead")
 
     def lose_worker(self, worker: ModelWorker, outcome: str, only: str | None = None) -> None:
         """Loses the worker; its last visible position shows what it ran, else `only`, the one entry of its list."""

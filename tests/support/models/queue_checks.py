@@ -9,6 +9,7 @@ import orjson
 from forq.broker.record import Record, unpack
 from forq.broker.results import read_done
 from tests.support.drive.one_queue import OneQueue, State
+from tests.support.models.held_checks import HeldChecks
 from tests.support.models.journal_replay import Replay
 from tests.support.models.limits_checks import LimitChecks
 from tests.support.models.queue import ModelQueue
@@ -32,6 +33,7 @@ class Checks:
         self._queue = queue
         self._model = model
         self.limits = LimitChecks(queue, model)
+        self.held = HeldChecks(queue, model)
         self._replay = Replay()
         # Id -> the enqueue times of its jobs.
         self._enqueue_times: dict[str, set[int]] = {}
@@ -40,6 +42,11 @@ class Checks:
     def pass_time(self, ms: int) -> None:
         """Accounts for timers moved earlier: for the journal, the clock has to advance instead."""
         self._replay.pass_time(ms)
+
+    def forget_ends(self, max_ends: int) -> None:
+        """The scripts remember so few ends."""
+        self.held.max_ends = max_ends
+        self._replay.forgets = True
 
     def all(self) -> None:
         state, times = self._queue.state(), self._times()
@@ -51,6 +58,7 @@ class Checks:
         self._check_counts()
         self._check_journal()
         self._check_done()
+        self.held.all()
 
     def claimable(self, state: State, lane: str = "main") -> list[str]:
         """Waiting jobs that this lane serves and whose hint must be in its lists (a lower bound)."""
@@ -117,8 +125,10 @@ class Checks:
 
     def _check_enqueue_times(self, state: State, times: Times) -> None:
         """A job keeps its enqueue time, also when it is unblocked, and no other job of its id has it."""
-        for job_id, job in self._model.jobs.items():
-            enqueued_us = unpack(state.records[job_id]).enqueued_us
+        held = {job_id: hold.job for job_id, hold in self._model.held.items()}
+        records = state.records | state.held_records
+        for job_id, job in (self._model.jobs | held).items():
+            enqueued_us = unpack(records[job_id]).enqueued_us
             known = self._enqueue_times.setdefault(job_id, set())
             assert job.enqueued_us in (0, enqueued_us), f"the enqueue time of {job_id} has changed"
             assert job.enqueued_us or enqueued_us not in known, f"two jobs {job_id} have the same enqueue time"
@@ -174,6 +184,7 @@ class Checks:
         assert counts.waiting == sum(job.waits for job in jobs)
         assert counts.scheduled == sum(job.scheduled for job in jobs)
         assert counts.blocked == sum(bool(job.blocked) for job in jobs)
+        assert counts.held == len(self._model.held)
         assert counts.active == sum(job.owner is not None for job in jobs)
         assert (counts.done, counts.dead, counts.dropped) == (self._model.processed, self._model.dead, 0)
         assert counts.failed == self._model.dead
@@ -214,8 +225,16 @@ class Checks:
         assert replay.attempts == {
             job_id: 1 + job.retries + job.stalls + job.timeouts for job_id, job in running.items()
         }
-        assert {job_id: _without_expiry(replay.options.get(job_id, "")) for job_id in jobs} == {
-            job_id: job.options for job_id, job in jobs.items()
+        everything = jobs | {job_id: hold.job for job_id, hold in self._model.held.items()}
+        assert {job_id: _without_expiry(replay.options.get(job_id, "")) for job_id in everything} == {
+            job_id: job.options for job_id, job in everything.items()
+        }
+        assert {
+            job_id: (hold.when, {each.name for each in hold.dependencies if not each.how})
+            for job_id, hold in replay.held.items()
+        } == {
+            job_id: (hold.after.when, {each.name for each in hold.open().values()})
+            for job_id, hold in self._model.held.items()
         }
         assert replay.marked == {job_id for job_id, job in running.items() if job.removed}
         assert replay.blocked == {job_id for job_id, job in jobs.items() if job.blocked}
@@ -242,6 +261,10 @@ def pass_time(queue: OneQueue, ms: int) -> None:
         moved = [t if int(t) == FAR else str(max(0, int(t) - ms)) for t in (own, lo, hi)]
         parts = [update, reset, priority, *moved, enqueued_us, *(_sooner(each, ms) for each in options)]
         queue.redis.hset(queue.key("blocked"), job_id, " ".join(parts).encode() + b"\n" + body)
+    for job_id, entry in queue.redis.hgetall(queue.key("held")).items():
+        parts = entry.decode().split(" ")
+        parts[3] = str(max(0, int(parts[3]) - ms))
+        queue.redis.hset(queue.key("held"), job_id, " ".join(parts))
     for job_id, packed in queue.redis.hgetall(queue.key("jobs")).items():
         head, _, body = packed.partition(b"\n")
         if b"x=" in head:

@@ -13,8 +13,10 @@
 --   sources     SOURCE -> GROUP ':' COUNT ':' USED [',' …]: its edges. SOURCE: ID (a live job), ID ' blocked' (the
 --               enqueue behind an active job), B ' batch' (its end) or B ' deaths' (its first death). USED: 1 if one of
 --               the edges wants the result
---   edges       GROUP ' ' INDEX -> an edge; GROUP ' result' -> the result, while the group is being resolved
---   resolving   list: GROUP ' ' COUNT ' ' NEXT ' ' HOW of ended sources whose edges did not fit into one call
+--   edges       GROUP ' ' INDEX -> an edge; HOLDER ' result' -> a result, while groups that use it are being resolved,
+--               and HOLDER ' left' -> how many; HOLDER: one of these groups
+--   resolving   list: GROUP ' ' COUNT ' ' NEXT ' ' HOW [' ' HOLDER] of ended sources whose edges did not fit into one
+--               call
 --   ends        ID -> how it ended, of the last jobs; `ends:old`: of those before
 --
 -- An edge is 'job' ID NONCE NUMBER USE, or 'batch' B NUMBER USE, or 'to' QUEUE EPOCH followed by one of these: then a
@@ -255,9 +257,11 @@ function flows.detach(sources, how, reported)
     if groups then
       redis.call('HDEL', key('sources'), sources[i])
       local report = reported and reported[sources[i]]
-      for group, count in string.gmatch(groups, '(%d+):(%d+):') do
+      -- One table for all groups of the source, since their result is stored once.
+      local result = report and { text = report.result }
+      for group, count, used in string.gmatch(groups, '(%d+):(%d+):(%d)') do
         edge_work[#edge_work + 1] = { group = group, count = tonumber(count), next = 1, how = how,
-          result = report and report.result }
+          result = used == '1' and result or nil }
       end
     end
   end
@@ -309,13 +313,20 @@ function flows.resolve()
     local edge = redis.call('HGET', key('edges'), field)
     redis.call('HDEL', key('edges'), field)
     work.next, edges_left = work.next + 1, edges_left - 1
-    if edge then flows.apply(edge, work.how, work.result) end
+    if edge then flows.apply(edge, work.how, work.result and work.result.text) end
     if work.next > work.count then at = at + 1 end
   end
   for i = at, #edge_work do
     local work = edge_work[i]
-    redis.call('RPUSH', key('resolving'), work.group .. ' ' .. work.count .. ' ' .. work.next .. ' ' .. work.how)
-    if work.result then redis.call('HSET', key('edges'), work.group .. ' result', work.result) end
+    local entry = work.group .. ' ' .. work.count .. ' ' .. work.next .. ' ' .. work.how
+    if work.result then
+      local holder = work.result.holder or work.group
+      work.result.holder = holder
+      local users = redis.call('HINCRBY', key('edges'), holder .. ' left', 1)
+      if users == 1 then redis.call('HSET', key('edges'), holder .. ' result', work.result.text) end
+      entry = entry .. ' ' .. holder
+    end
+    redis.call('RPUSH', key('resolving'), entry)
   end
   if at <= #edge_work then timers.publish(0) end
   edge_work, edges_resolving = {}, false
@@ -326,11 +337,14 @@ function flows.continue()
   if not flows_on or edges_left <= 0 then return end
   local saved = redis.call('LPOP', key('resolving'))
   while saved do
-    local group, count, next_index, how = string.match(saved, '^(%d+) (%d+) (%d+) (%l+)$')
-    local result = redis.call('HGET', key('edges'), group .. ' result')
-    if result then redis.call('HDEL', key('edges'), group .. ' result') end
-    edge_work[1] = { group = group, count = tonumber(count), next = tonumber(next_index), how = how,
-      result = result or nil }
+    local group, count, next_index, how, holder = string.match(saved, '^(%d+) (%d+) (%d+) (%l+) ?(%d*)$')
+    local result
+    if holder ~= '' then
+      result = { text = redis.call('HGET', key('edges'), holder .. ' result') }
+      local users = redis.call('HINCRBY', key('edges'), holder .. ' left', -1)
+      if users == 0 then redis.call('HDEL', key('edges'), holder .. ' result', holder .. ' left') end
+    end
+    edge_work[1] = { group = group, count = tonumber(count), next = tonumber(next_index), how = how, result = result }
     flows.resolve()
     saved = edges_left > 0 and edge_bytes < READ_BYTES and redis.call('LPOP', key('resolving'))
   end
