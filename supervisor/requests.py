@@ -391,7 +391,8 @@ class Verbs:
         self._clerk.request("delete", {"name": name, "force": bool(request.params.get("force"))}, deleted)
 
     def drain(self, request: Request) -> None:
-        """Answers when no job is waiting or active."""
+        """Answers when no job is waiting or active, with the number of held jobs: what these wait for may be scheduled,
+        or end elsewhere."""
         queue = self._queues.find(request.params.get("name"))
         name = queue.spec.name
         queue.draining = True
@@ -405,7 +406,7 @@ class Verbs:
                 request.fail(answer if isinstance(answer, ForqError) else UnknownQueue(f"no queue {name!r}"))
             elif answer[name]["waiting"] + answer[name]["active"] == 0:
                 ended()
-                request.reply({"name": name})
+                request.reply({"name": name, "held": answer[name]["held"]})
             else:
                 self._supervisor.loop.call_later(DRAIN_CHECK_SECONDS, check)
 

@@ -17,6 +17,7 @@ COUNTS = (
     "waiting",
     "scheduled",
     "blocked",
+    "held",
     "retry",
     "active",
     "dead",

@@ -182,7 +182,7 @@ class JobInfo(TypedDict, total=False):
     waited_for: int
     # Live jobs for which others wait: the first 20 of them, and how many there are, with those cancelled since.
     dependants: list[str]
-    dependants_count: int
+    dependant_count: int
     # Done jobs.
     ended_at: float
     run_seconds: float | None

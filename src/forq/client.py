@@ -410,8 +410,9 @@ class Queue:
     def drain(self, timeout: float | timedelta | None = None) -> None:
         """Waits until no job is waiting or active; WaitTimeout, with the counts, after `timeout` (seconds).
 
-        Scheduled jobs, the retry lane and fail jobs do not count. The call only waits: a queue that is paused or has no
-        supervisor does not drain.
+        Scheduled and held jobs, the retry lane and fail jobs do not count: a held job becomes waiting in the step that
+        ends what it waits for, so it is waited for, too, unless that is scheduled or ends in another way. The call only
+        waits: a queue that is paused or has no supervisor does not drain.
         """
         seconds = to_seconds(timeout)
         deadline = None if seconds is None else time.monotonic() + seconds

@@ -183,6 +183,18 @@ def test_a_held_job_can_be_cancelled(queue: OneQueue) -> None:
     assert (run(queue), seen, ref.state()) == (1, [], "gone")
 
 
+def test_a_queue_remembers_ended_jobs_from_the_first_use_of_after_on(queue: OneQueue) -> None:
+    before, later = fail.using(max_retries=0, id="before"), fail.using(max_retries=0, id="later")
+    before.enqueue()
+    run(queue)
+    with pytest.raises(UnknownDependency, match="did not remember ended jobs before, but does so from now on"):
+        read.using(after="before").enqueue()
+    later.enqueue()
+    run(queue)
+    read.using(after="later", when="ended", with_results=True).enqueue()
+    assert (run(queue), seen) == (1, [[None]])
+
+
 def test_wrong_dependencies_are_refused_at_once() -> None:
     with pytest.raises(UsageError, match="job 'a' is in queue 'other', but a job of queue 'q' can wait for"):
         read.using(after=fetch.ref("a", queue="other"))

@@ -167,12 +167,12 @@ def test_a_job_shows_which_jobs_wait_for_it(queue: OneQueue, worker: HandWorker)
     queue.producer.cancel("gone")
     for _ in range(2):
         job = queue.inspector.job("a")
-        assert (job["dependants"], job["dependants_count"]) == (["b"], 2)
+        assert (job["dependants"], job["dependant_count"]) == (["b"], 2)
         worker.turn(1)
     assert queue.inspector.job("b")["dependants"] == ["c"]
     enqueue(queue, *(after(f"j{number:02}", "a") for number in range(30)))
     job = queue.inspector.job("a")
-    assert (job["dependants"][:2], len(job["dependants"]), job["dependants_count"]) == (["b", "j00"], 19, 32)
+    assert (job["dependants"][:2], len(job["dependants"]), job["dependant_count"]) == (["b", "j00"], 19, 32)
 
 
 def pages(queue: OneQueue, state: str | None, limit: int) -> list[list[str]]:

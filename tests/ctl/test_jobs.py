@@ -36,6 +36,23 @@ def test_job_shows_times_as_iso_8601_and_data_as_json(fake: FakeSupervisor) -> N
     ]
 
 
+def test_job_shows_what_a_held_one_waits_for(fake: FakeSupervisor) -> None:
+    waits_for = [
+        {"kind": "job", "id": "a", "state": "active"},
+        {"kind": "job", "id": "b", "state": "scheduled", "run_at": 1700000000.5},
+        {"kind": "batch", "id": "c", "state": None},
+    ]
+    fake.answers["job"] = {"id": "1", "waits_for": waits_for, "dependants": ["d", "e"], "dependant_count": 30}
+    assert forqctl(fake, "job", "q", "1")[1].splitlines() == [
+        "id              1",
+        "waits_for       a (active), b (scheduled for 2023-11-14T22:13:20.500Z), batch c",
+        "dependants      d, e",
+        "dependant_count 30",
+    ]
+    fake.answers["jobs"] = {"jobs": [{"id": "1", "identifier": "1", "state": "held"}], "next": None}
+    assert forqctl(fake, "jobs", "q", "--state", "held")[:2] == (0, "ID  STATE  IDENTIFIER\n1   held   1\n")
+
+
 def test_a_time_beyond_the_calendar_is_shown_in_seconds(fake: FakeSupervisor) -> None:
     fake.answers["job"] = {"id": "1", "run_at": 9_007_199_254_740.0}
     code, out, err = forqctl(fake, "job", "q", "1")

@@ -52,6 +52,27 @@ def test_a_record_may_have_options_of_its_own(fake: FakeSupervisor, tmp_path: Pa
     assert fake.calls == [("push_many", {"name": "q", "jobs": jobs})]
 
 
+def test_push_sends_what_a_job_waits_for(fake: FakeSupervisor, tmp_path: Path) -> None:
+    fake.answers |= {"push": {"id": "1"}, "push_many": {"ids": ["1", "2"]}}
+    options = ["--after", "a", "--after=b,c", "--when", "ended", "--with-results"]
+    sent = {"after": ["a", "b,c"], "when": "ended", "with_results": True}
+    assert forqctl(fake, "push", "q", "1", *options) == (0, "1\n", "")
+    file = tmp_path / "jobs"
+    file.write_text('{"data": 1}\n{"data": 2, "after": "d", "when": "dead"}\n')
+    assert forqctl(fake, "push", "q", "--file", str(file), "--records", *options)[0] == 0
+    assert fake.calls == [
+        ("push", {"name": "q", "data": 1, **sent}),
+        ("push_many", {"name": "q", "jobs": [{"data": 1, **sent}, {"data": 2, **sent, "after": "d", "when": "dead"}]}),
+    ]
+
+
+@pytest.mark.parametrize("given", [["--when", "ended"], ["--with-results"]])
+def test_push_refuses_a_condition_without_jobs_to_wait_for(fake: FakeSupervisor, given: list[str]) -> None:
+    code, _, error = forqctl(fake, "push", "q", "1", *given)
+    assert (code, f"{given[0]} needs --after: the jobs to wait for" in error) == (2, True)
+    assert fake.calls == []
+
+
 def test_push_refuses_wrong_delays(fake: FakeSupervisor) -> None:
     code, _, error = forqctl(fake, "push", "q", "1", "--backoff", "1s,soon")
     assert code == 2

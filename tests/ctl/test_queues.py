@@ -1,5 +1,6 @@
 """forqctl create, delete, pause, resume, drain, set and restart."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,15 @@ def test_set_and_create_accept_the_same_option_syntax(fake: FakeSupervisor, give
     assert (code, out in printed) == (0, True)
     assert forqctl(fake, "create", "q", "--handler", "m:f", *given)[0] == 0
     assert [params["options"] for _, params in fake.calls] == [options, options]
+
+
+def test_drain_prints_how_many_held_jobs_are_left(fake: FakeSupervisor) -> None:
+    fake.answers["queue.drain"] = {"name": "q", "held": 0}
+    assert forqctl(fake, "drain", "q") == (0, "drained q\n", "")
+    fake.answers["queue.drain"] = {"name": "q", "held": 3}
+    out = "drained q; held jobs left: 3; see: forqctl jobs q --state held\n"
+    assert forqctl(fake, "drain", "q") == (0, out, "")
+    assert json.loads(forqctl(fake, "drain", "q", "--json")[1]) == {"name": "q", "held": 3}
 
 
 def test_drain_exits_with_6_when_the_wait_is_over(fake: FakeSupervisor) -> None:

@@ -66,6 +66,15 @@ def test_status_of_one_queue_shows_its_first_items_and_the_command_for_the_rest(
     assert forqctl(fake, "status", "emails")[1].splitlines()[-1] == "19  -"
 
 
+def test_status_shows_held_jobs_if_there_are_any(fake: FakeSupervisor) -> None:
+    fake.answers["status"] = whole_status(queue_status(held=0))
+    assert "HELD" not in forqctl(fake, "status")[1]
+    fake.answers["status"] = whole_status(queue_status(held=7), queue_status(name="b", held=0))
+    head, first, second, *_ = (line.split() for line in forqctl(fake, "status")[1].splitlines())
+    at = head.index("HELD")
+    assert (first[at], second[at]) == ("7", "0")
+
+
 def test_status_names_apps_that_are_being_imported_or_could_not_be_read(fake: FakeSupervisor) -> None:
     error = {"at": 1_700_000_000.5, "message": "it has no app", "traceback": None}
     apps = [
@@ -229,6 +238,7 @@ def test_completion_for_bash_offers_commands_and_flags() -> None:
         "scheduled",
         "active",
         "blocked",
+        "held",
         "retry",
         "done",
         "dead",

@@ -21,6 +21,7 @@ APP_GUIDES = [
         "async",
         "task-results",
         "task-errors",
+        "flows",
         "hooks",
         "from-celery",
         "from-rq",

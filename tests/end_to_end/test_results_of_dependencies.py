@@ -59,6 +59,14 @@ def test_results_pass_through_a_flow_in_order(forq: Forq, queue: str, merge: Any
     assert (status["held"], status["failed"], status["dead"]) == (0, 0, 0)
 
 
+def test_jobs_may_be_enqueued_while_those_that_they_wait_for_run(forq: Forq) -> None:
+    fetched = flow.fetch.using(queue="wide").enqueue(PARTS)
+    parsed = flow.parse.using(queue="wide", after=fetched, with_results=True).enqueue()
+    process = flow.process.using(queue="wide", after=parsed, with_results=True)
+    parts = [process.enqueue(number) for number in range(PARTS)]
+    assert flow.merge.using(queue="wide", after=parts, with_results=True).enqueue().result(60) == SQUARES
+
+
 @pytest.mark.parametrize("queue", ["flow", "wide"])
 def test_a_worker_that_is_killed_loses_no_result(forq: Forq, queue: str, tmp_path: Path) -> None:
     stop_at = tmp_path / "pid"

@@ -10,7 +10,7 @@ import pytest
 import redis
 
 from forq.broker.explain import unknown_job
-from forq.errors import ForqError, InvalidData, UnknownJob, UnknownQueue, UsageError
+from forq.errors import ForqError, InvalidData, UnknownDependency, UnknownJob, UnknownQueue, UsageError
 from forq.procs import jsonrpc
 from forq.procs.loop import service_loop
 from forq.services.clerk import Clerk
@@ -53,6 +53,26 @@ def test_push_takes_the_options_of_a_job(clerk: Clerk) -> None:
         clerk.redis_verbs.push({"name": "q", "data": 1, "timeout": "soon"})
 
 
+def test_push_takes_what_a_job_waits_for(clerk: Clerk) -> None:
+    verbs = clerk.redis_verbs
+    verbs.push({"name": "q", "data": 1, "id": "a"})
+    verbs.push({"name": "q", "data": 1, "id": "b", "after": "a", "with_results": True})
+    verbs.push_many({"name": "q", "jobs": [{"data": 1, "id": "c", "after": ["a", "b"], "when": "ended"}]})
+    jobs: list[Any] = [verbs.job({"name": "q", "id": id}) for id in "bc"]
+    assert [(job["when"], job["with_results"], job["waits_for_count"]) for job in jobs] == [
+        ("done", True, 1),
+        ("ended", False, 2),
+    ]
+    counts: Any = verbs.counts({"names": ["q"]})
+    assert (counts["q"]["waiting"], counts["q"]["held"]) == (1, 2)
+    explained: Any = verbs.why({"name": "q", "id": "c"})
+    assert explained["state"] == "held"
+    held: Any = verbs.jobs({"name": "q", "state": "held", "details": True})
+    assert {job["id"]: job["waits_for_count"] for job in held["jobs"]} == {"b": 1, "c": 2}
+    done: Any = verbs.cancel({"name": "q", "state": "held", "filter": {"id": "c"}})
+    assert done["cancelled"] == 1
+
+
 def test_job_and_why_explain_what_happened_to_a_job_that_is_gone(clerk: Clerk) -> None:
     clerk.redis_verbs.push({"name": "q", "data": 1, "id": "a"})
     clerk.redis_verbs.cancel({"name": "q", "id": "a"})
@@ -80,6 +100,11 @@ def test_a_job_enqueued_while_the_journal_is_read_is_shown(clerk: Clerk, monkeyp
         ({"name": "q", "data": 1, "colour": "red"}, UsageError),
         ({"name": "q", "data": 1, "priority": "high"}, UsageError),
         ({"name": "q", "data": 2**70}, InvalidData),
+        ({"name": "q", "data": 1, "after": {"a": 1}}, UsageError),
+        ({"name": "q", "data": 1, "after": [1]}, UsageError),
+        ({"name": "q", "data": 1, "after": "nobody"}, UnknownDependency),
+        ({"name": "q", "data": 1, "after": "a", "with_results": 1}, UsageError),
+        ({"name": "q", "data": 1, "after": "a", "when": "soon"}, UsageError),
         ({"name": "other", "data": 1}, UnknownQueue),
         ({"data": 1}, UsageError),
     ],

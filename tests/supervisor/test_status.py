@@ -61,8 +61,10 @@ def test_all_interfaces_use_the_same_names_for_counts() -> None:
     # Fields of the queue and its journal that are not counts.
     others = {"paused", "mode", "epoch", "journal_sequence", "journal_hash"}
     assert described == set(COUNTS) == {field.name for field in fields(Counts)} - others
-    shown = {title.lower() for title, key in columns_for([{"mode": "on_request", "kept": 1}]) if key in COUNTS}
-    assert shown == {key for _, key in columns_for([{"mode": "on_request", "kept": 1}]) if key in COUNTS}
+    shown = {
+        title.lower() for title, key in columns_for([{"mode": "on_request", "held": 1, "kept": 1}]) if key in COUNTS
+    }
+    assert shown == {key for _, key in columns_for([{"mode": "on_request", "held": 1, "kept": 1}]) if key in COUNTS}
     assert {word for word, title, _ in rows if title == word.upper()} == shown
     assert {word for word, _, metric in rows if f'forq_jobs{{state="{word}"}}' in metric} == set(JOB_STATES)
     assert {"done", "failed"} <= {word for word, _, metric in rows if f"`forq_{word}_total`" in metric}

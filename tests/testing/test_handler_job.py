@@ -44,6 +44,17 @@ def test_a_handler_can_be_asked_to_stop() -> None:
     assert job.should_stop
 
 
+def test_results_of_other_jobs_can_be_given() -> None:
+    job = testing.job(results=[{"a": [1]}, None])
+    assert job.results() == [{"a": [1]}, None]
+    assert pickle.loads(pickle.dumps(job)).results() == [{"a": [1]}, None]
+    assert testing.job(results=[]).results() == []
+    with pytest.raises(UsageError, match="with_results=True"):
+        testing.job().results()
+    with pytest.raises(InvalidData, match=r"results\[1\] is not JSON: result is of type set"):
+        testing.job(results=[1, {2}])
+
+
 def test_wrong_fields_are_refused() -> None:
     with pytest.raises(UsageError, match="no field 'idd'; did you mean id"):
         testing.job(idd="x")  # type: ignore[call-arg]

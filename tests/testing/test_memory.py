@@ -268,6 +268,25 @@ def test_a_wait_for_a_job_that_is_not_due_says_when_it_is(memory: Memory) -> Non
         later.result()
 
 
+def test_a_wait_for_a_held_job_says_that_others_have_not_ended(memory: Memory) -> None:
+    later = send.using(run_in=3600).enqueue("a")
+    held = send.using(after=later).enqueue("b")
+    memory.run_all()
+    with pytest.raises(WaitTimeout, match=r"is held: jobs that it waits for have not ended.*clock.tick\(SECONDS\)"):
+        held.result()
+    memory.clock.tick(3600)
+    assert [attempt.id for attempt in memory.run_all() if attempt.task == "send"] == [later.id, held.id]
+
+
+def test_one_end_lets_more_jobs_run_or_die_than_one_call_may_follow(memory: Memory) -> None:
+    dead = send.using(id="dead", max_retries=0).prepare("nobody")
+    behind = [send.using(after="dead").prepare("b") for _ in range(120)]
+    always = [send.using(after="dead", when="ended").prepare("c") for _ in range(600)]
+    refs = app.enqueue_many([dead, *behind, *always])
+    assert len(memory.run_all(raises=False)) == 601
+    assert [ref.state() for ref in refs] == ["dead"] * 121 + ["done"] * 600
+
+
 @pytest.mark.parametrize("task", [examples.wait_for_other, examples.await_other])
 def test_a_job_that_waits_for_another_fails_at_once(memory: Memory, task: forq.app.tasks.Task[[], object]) -> None:
     task.enqueue()

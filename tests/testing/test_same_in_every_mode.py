@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import forq
+from forq.app.tasks import Prepared
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.client import Queue
 from forq.errors import Exists, JobDead, NoResult, UnknownJob, UsageError, WaitTimeout
@@ -454,3 +455,57 @@ def test_a_wait_for_an_unknown_or_waiting_job(driver: Driver, queue: Queue) -> N
     with pytest.raises(WaitTimeout):
         modes.add.enqueue(1).result(timeout=0.1)
     queue.resume()
+
+
+def test_a_job_runs_after_others_with_their_results(driver: Driver) -> None:
+    first, second = modes.add.enqueue(1), modes.add_later.enqueue(3, 4)
+    both = modes.total.using(after=[first, second], with_results=True).enqueue()
+    last = modes.total_later.using(after=[both, first], with_results=True).enqueue()
+    driver.run()
+    assert (both.result(timeout=5), last.result(timeout=5)) == (9, [9, 2])
+
+
+def test_a_job_that_waits_is_held(driver: Driver) -> None:
+    later = modes.add.using(run_in=0.5).enqueue(1)
+    ref = modes.total.using(after=later, with_results=True).enqueue()
+    driver.run()
+    assert (later.state(), ref.state()) == ("scheduled", "held")
+    assert [(job.id, job.task) for job in driver.store.jobs(state="held")] == [(ref.id, "total")]
+    driver.run(after=0.55, until=lambda: ref.state() == "done")
+    assert ref.result(timeout=5) == 2
+
+
+def test_a_death_decides_what_runs_next(driver: Driver) -> None:
+    always = modes.total_later.using(after=["dead", "good", "sequel"], when="ended", with_results=True)
+    jobs: list[Prepared[Any]] = [
+        modes.fail.using(id="dead").prepare("no"),
+        modes.add.using(id="good").prepare(1),
+        modes.silent.using(id="sequel", after="dead", keep_done="1h").prepare("sequel"),
+        modes.silent.using(after="dead", when="dead").prepare("repair"),
+        modes.silent.using(after="good", when="dead").prepare("unneeded"),
+        always.prepare(),
+    ]
+    _, _, sequel, _, unneeded, last = modes.app.enqueue_many(jobs)
+    driver.run()
+    assert last.result(timeout=5) == [None, 2, None]
+    assert (sequel.state(), unneeded.state()) == ("dead", "gone")
+    with pytest.raises(JobDead, match="DependencyFailed: job dead, for which it waited, ended as dead"):
+        sequel.result(timeout=5)
+    assert sorted(notes()) == ["dead {'message': 'no'} dead fail ValueError", "repair"]
+
+
+def test_a_job_without_a_usable_result_is_named(driver: Driver) -> None:
+    broken = modes.unstorable.enqueue()
+    ref = modes.total.using(after=broken, with_results=True, max_retries=0).enqueue()
+    driver.run()
+    with pytest.raises(JobDead, match=rf"NoResult: dependency 1 of job '{ref.id}' succeeded, but has no result"):
+        ref.result(timeout=5)
+
+
+def test_many_jobs_wait_for_one(driver: Driver) -> None:
+    first = modes.add.using(id="first").prepare(1)
+    others = [modes.total.using(after="first", with_results=True).prepare() for _ in range(600)]
+    refs = modes.app.enqueue_many([first, *others])
+    driver.run()
+    assert {ref.state() for ref in refs} == {"done"}
+    assert refs[-1].result(timeout=5) == 2

@@ -33,6 +33,7 @@ def client(redis_url: str) -> Client:
     queue = client.create_queue("mails")
     queue.enqueue({"password": "hunter2"}, id="first", identifier=MARKUP)
     queue.enqueue({}, id="later", run_in=3600)
+    queue.enqueue({}, id="held", after=["first", "later"], identifier=MARKUP)
     return client
 
 
@@ -55,9 +56,13 @@ def page(client: Client, redis_url: str) -> Iterator[TestClient]:
             "/queues/mails",
             "/queues/mails/options",
         ),
-        *(f"/queues/mails/jobs?state={state}" for state in ("waiting", "active", "scheduled", "retry", "blocked")),
+        *(
+            f"/queues/mails/jobs?state={state}"
+            for state in ("waiting", "active", "scheduled", "retry", "blocked", "held")
+        ),
         *("/queues/mails/jobs?state=dead", "/queues/mails/jobs?state=done", "/queues/mails/dead"),
         *("/queues/mails/job?id=first", "/queues/mails/job?id=later", "/queues/mails/job?id=never"),
+        "/queues/mails/job?id=held",
     ],
 )
 def test_every_page_is_whole_and_escaped(page: TestClient, path: str) -> None:
@@ -72,6 +77,36 @@ def test_every_page_is_whole_and_escaped(page: TestClient, path: str) -> None:
 
 def test_data_is_shown_on_demand_only(page: TestClient) -> None:
     assert "hunter2" in page.get("/queues/mails/job?id=first&show=data").text
+
+
+def test_a_held_job_links_to_what_it_waits_for_and_back(page: TestClient) -> None:
+    text = page.get("/queues/mails/job?id=held").text
+    assert "Waits for <small>2 jobs, until all are done" in text
+    for id, state in (("first", "waiting"), ("later", "scheduled")):
+        assert re.search(rf'href="/queues/mails/job\?id={id}">{id}</a> <span class="state \w+">{state}</span>', text)
+    assert "it waits for jobs first and later to be done: first is waiting, later is scheduled for 20" in text
+    text = page.get("/queues/mails/job?id=first").text
+    assert "Jobs that wait for it" in text
+    assert 'href="/queues/mails/job?id=held">held</a>' in text
+
+
+def test_held_jobs_are_counted_listed_and_cancelled(page: TestClient, client: Client) -> None:
+    assert "<dt>Held</dt><dd>1</dd>" in page.get("/").text
+    assert re.search(r'state=held">Held</a></dt>\s*<dd class="">1</dd>', page.get("/queues/mails").text)
+    text = page.get("/queues/mails/jobs?state=held").text
+    assert '<th scope="col" class="n">Waits for</th>' in text
+    assert re.search(r'value="held".*?<td class="n">2</td>', text, re.DOTALL)
+    assert "No held job matches" in page.get("/queues/mails/jobs?state=held&type=none").text
+    form = {"queue": "mails", "state": "held", "which": "matching", "filter.id": "held", "confirmed": "yes"}
+    assert page.post("/do/job.cancel", data=form, headers=SAME_SITE).status_code == 303
+    assert client.queue("mails").status()["held"] == 0
+
+
+def test_a_reader_sees_what_a_job_waits_for(client: Client, redis_url: str) -> None:
+    allowed = {"overview", "queue", "jobs", "job", "processes"}
+    with dashboard(redis_url, lambda request, name: "read" if name in allowed else "forbidden") as page:
+        assert "Waits for <small>2 jobs" in page.get("/queues/mails/job?id=held").text
+        assert "Waits for</th>" in page.get("/queues/mails/jobs?state=held").text
 
 
 def test_a_reader_sees_jobs_without_data_and_without_actions(client: Client, redis_url: str) -> None:

@@ -134,7 +134,7 @@ class HeldJobs:
             if entry is not None and entry.startswith(nonce + b" ")
         ]
         count = sum(int(number) for _, number in _GROUP.findall(groups))
-        return {"dependants": list(dict.fromkeys(waiting)), "dependants_count": count} if waiting else {}
+        return {"dependants": list(dict.fromkeys(waiting)), "dependant_count": count} if waiting else {}
 
     def _edges(self, groups: bytes, limit: int) -> list[bytes]:
         """The first edges of a source."""

@@ -195,7 +195,10 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
             f"forqctl set {queue} flows=auto"
         )
     if code == UNKNOWN_DEPENDENCY:
-        since = f"its queue did not remember ended jobs before; from now on: forqctl set {queue} flows=on"
+        since = (
+            "it never existed, or its queue did not remember ended jobs before, but does so from now on: if it has "
+            "ended, enqueue it again, or both in one call"
+        )
         if detail[2]:
             since = "it never existed, or ended before the last 50,000 jobs"
         if detail[2] == 2:

@@ -301,6 +301,7 @@ def _counts_line(row: QueueRow) -> str:
         "waiting": count_text(row.waiting),
         "active": count_text(row.active),
         "scheduled": count_text(row.scheduled),
+        **({"held": count_text(row.held)} if row.held else {}),
         "dead": count_text(row.dead),
         "done/s": rate_text(row.done_per_second),
         "failed/s": rate_text(row.failed_per_second),

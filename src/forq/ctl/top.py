@@ -35,6 +35,7 @@ class QueueRow:
     waiting: int | None
     active: int | None
     scheduled: int | None
+    held: int | None
     dead: int | None
     done_per_second: float | None
     failed_per_second: float | None
@@ -90,6 +91,8 @@ class QueueStats:
             waiting=queue["waiting"],
             active=queue["active"],
             scheduled=queue["scheduled"],
+            # An older supervisor does not have it.
+            held=queue.get("held"),
             dead=queue["dead"],
             done_per_second=done,
             failed_per_second=failed,

@@ -18,7 +18,7 @@ from forq.settings import WORK
 BOUNDS = (4, 6, 8, *range(10, 26), 27, 29, 31, 33)
 _LE = [repr((1 << bound) / 1e6) for bound in BOUNDS]
 _EOF = b"# EOF\n"
-JOB_STATES = ("waiting", "scheduled", "active", "blocked", "retry", "dead", "kept", "fail_jobs")
+JOB_STATES = ("waiting", "scheduled", "active", "blocked", "held", "retry", "dead", "kept", "fail_jobs")
 
 
 def render(snapshot: Snapshot, *, healthy: bool, accept: str) -> tuple[bytes, str]:

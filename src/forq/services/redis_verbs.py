@@ -29,7 +29,7 @@ from forq.values import check_queue_name, shown
 SCAN_SECONDS = 20.0
 Answer = TypeVar("Answer")
 _JOB_FIELDS = {
-    *("data", "id", "identifier", "priority", "type", "token", "run_at", "run_in"),
+    *("data", "id", "identifier", "priority", "type", "token", "run_at", "run_in", "after", "when", "with_results"),
     *OwnOptions.__annotations__,
 }
 _UPDATE_FIELDS = ("if_exists", "update_data", "update_run_at", "reset_counts")
@@ -308,4 +308,9 @@ def _read_job(fields: dict[str, Any]) -> NewJob:
         raise UsageError(f"unknown job field {shown(min(unknown))}; allowed: {', '.join(sorted(_JOB_FIELDS))}")
     if "data" not in fields:
         raise UsageError("a job must have data (null is allowed)")
+    after, with_results = fields.get("after"), fields.get("with_results")
+    if after is not None and not isinstance(after, str | list):
+        raise UsageError(f"after {shown(after)} is not allowed: the id of a job of the same queue, or a list of ids")
+    if with_results is not None and not isinstance(with_results, bool):
+        raise UsageError(f"with_results {shown(with_results)} is not allowed: true or false")
     return new_job(**{key: value for key, value in fields.items() if key == "data" or value is not None})

@@ -168,6 +168,11 @@ def _raise_if_idle(place: Memory, wait: Any, what: str) -> bool:
                 f"{what} is scheduled for {job.run_at.isoformat(timespec='seconds')}{failed}: move the clock, "
                 "clock.tick(SECONDS), then call run_all(), or await arun_all()"
             )
+        if any(what == f"job {held.id!r} of queue {held.queue!r}" for held in place.jobs(state="held")):
+            raise WaitTimeout(
+                f"{what} is held: jobs that it waits for have not ended, and nothing runs jobs here: call run_all() "
+                "first, or await arun_all(); if one of them is scheduled, move the clock before, clock.tick(SECONDS)"
+            )
         raise WaitTimeout(
             f"{what} has not ended, and nothing runs jobs here: call run_all() first, or await arun_all()"
         )

@@ -13,7 +13,9 @@ from forq.log_format import printable, without_controls
 # The shades of the states in the stylesheet.
 TONES = {
     **dict.fromkeys(("running", "busy", "done", "idle", "active", "work"), "good"),
-    **dict.fromkeys(("paused", "draining", "starting", "importing", "imported", "stopping", "scheduled"), "calm"),
+    **dict.fromkeys(
+        ("paused", "draining", "starting", "importing", "imported", "stopping", "scheduled", "held"), "calm"
+    ),
     **dict.fromkeys(("retry", "blocked", "backoff", "unserved", "flapping", "stalled", "timed_out"), "warn"),
     **dict.fromkeys(("config_error", "dead", "failed", "stopped", "unresponsive"), "bad"),
 }

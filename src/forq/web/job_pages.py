@@ -12,7 +12,7 @@ from forq.open_parts import details_without_messages, without_data
 from forq.web.page import Page, Visit
 
 PER_PAGE = 100
-STATES = ("waiting", "active", "scheduled", "retry", "blocked", "dead", "done")
+STATES = ("waiting", "active", "scheduled", "retry", "blocked", "held", "dead", "done")
 assert set(STATES) == set(get_args(State))
 FILTERS = ("id", "identifier", "type", "error", "group", "text", "since", "until")
 # In how many queues the page of an id looks for dead jobs.
@@ -58,6 +58,7 @@ ACTIONS_OF = {
     "scheduled": ("job.run", "job.cancel"),
     "retry": ("job.cancel",),
     "blocked": ("job.cancel",),
+    "held": ("job.cancel",),
     "dead": ("job.retry", "job.discard"),
     "done": (),
 }
@@ -194,7 +195,7 @@ ATTEMPT_FIGURES = ("started_at", "ended_at", "peak_memory")
 # Fields of a job in a list. A job whose record is broken lacks most of them.
 LISTED = (
     *("type", "priority", "enqueued_at", "run_at", "retry_count", "ended_at", "run_seconds"),
-    *("died_at", "error", "message", "attempts", "fence", "record_error"),
+    *("died_at", "error", "message", "attempts", "fence", "record_error", "waits_for_count"),
 )
 
 

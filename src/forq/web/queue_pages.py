@@ -11,6 +11,7 @@ from forq.web.page import Page, Visit
 
 PER_PAGE = 100
 ORDERS = ("name", "waiting", "active", "failed", "dead", "oldest")
+TOTALS = ("waiting", "scheduled", "held", "active", "retry", "dead", "failed")
 # States that are a problem.
 WORST = ("config_error", "flapping", "stopped", "unserved")
 
@@ -30,7 +31,7 @@ async def overview(visit: Visit) -> Page:
         "order": order,
         "find": find,
         "problems": visit.redacted(problems(view)),
-        "totals": {name: view.total(name) for name in ("waiting", "scheduled", "active", "retry", "dead", "failed")},
+        "totals": {name: view.total(name) for name in TOTALS},
         "rate": _sum(queue.rates.done for queue in view.queues.values()),
         "failure_rate": _sum(queue.rates.failed for queue in view.queues.values()),
     }

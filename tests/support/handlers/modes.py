@@ -63,6 +63,18 @@ def deliver(order: Order) -> Order:
 
 
 @app.task
+def total() -> int:
+    """The sum of the results of other jobs."""
+    return sum(number or 0 for number in current_job().results())
+
+
+@app.task
+async def total_later() -> list[Any]:
+    await asyncio.sleep(0.001)
+    return current_job().results()
+
+
+@app.task
 def silent(word: str) -> None:
     note(word)
 

@@ -246,7 +246,11 @@ function verbs.enqueue()
         afters[at] = flows.read_after(after)
         if afters[at].use ~= '0' and mode ~= 'work' then return { NOT_IN_MODE, mode } end
         local refusal = flows.check_dependencies(i, afters[at], seen)
-        if refusal then return refusal end
+        if refusal then
+          -- A job that is unknown may have ended before. From now on the queue remembers how its jobs end.
+          flows.switch_on()
+          return refusal
+        end
         waiting_at[#waiting_at + 1] = at
       end
       local edges = #ARGV[at + 1] > 1 and edges_of(ARGV[at + 1]) or {}

@@ -42,7 +42,7 @@ NO_JOB = {4: "no such queue or job; the message says what is known about the job
     NAME,
     Argument(
         "--state",
-        choices=("waiting", "scheduled", "active", "blocked", "retry", "done", "dead"),
+        choices=("waiting", "scheduled", "active", "blocked", "held", "retry", "done", "dead"),
         help="only jobs in this state",
     ),
     Argument("--type", metavar="TYPE", help="only jobs of this type"),
@@ -226,11 +226,23 @@ def _field_text(key: str, value: Any) -> str:
         return ", ".join(
             f"{name} = {' '.join(each) if isinstance(each, list) else each}" for name, each in value.items()
         )
+    if key == "waits_for":
+        return ", ".join(map(_dependency_text, value))
+    if key == "dependants":
+        return ", ".join(map(printable, value))
     if key == "tick":
         return iso_time(value) or "-"
     if key == "progress" and value is not None:
         return f"{printable(show_progress(value['fraction'], value['text']))} ({iso_time(value['at'])})"
     return field_text(key, value)
+
+
+def _dependency_text(dependency: dict[str, Any]) -> str:
+    """`a (active)`, `b (scheduled for 2026-01-31T12:00:00.000Z)`, `batch c`."""
+    if dependency["state"] is None:
+        return f"{dependency['kind']} {printable(dependency['id'])}"
+    due = f" for {iso_time(dependency['run_at'])}" if "run_at" in dependency else ""
+    return f"{printable(dependency['id'])} ({dependency['state']}{due})"
 
 
 @Command(

@@ -31,7 +31,13 @@ REQUEST_OVERHEAD_BYTES = 1024
 MAX_LEFT_REPORTED = 10
 # Options of one job, which override those of the queue.
 OWN_OPTIONS = ("timeout", "max_retries", "backoff", "expires_in", "keep_done")
-RECORD_KEYS = ("data", "id", "identifier", "priority", "type", "token", "run_at", "run_in", *OWN_OPTIONS)
+# What a job waits for.
+WAITS_FOR = ("after", "when", "with_results")
+RECORD_KEYS = (
+    *("data", "id", "identifier", "priority", "type", "token", "run_at", "run_in"),
+    *WAITS_FOR,
+    *OWN_OPTIONS,
+)
 
 
 class Chunk:
@@ -109,6 +115,18 @@ def _epoch_seconds(text: str) -> float | None:
         metavar="TIME",
         help="run at this time or later (2026-12-01T09:00+01:00)",
     ),
+    Argument("--after", action="append", metavar="ID", help="wait for this job of the queue; may be repeated"),
+    Argument(
+        "--when",
+        choices=("done", "ended", "dead"),
+        help="with --after: run once all are done (default), once all have ended, or once one is dead",
+    ),
+    Argument(
+        "--with-results",
+        action="store_const",
+        const=True,
+        help="with --after: the handler can read the results of those jobs",
+    ),
     Argument(
         "--if-exists",
         choices=("update", "skip", "refuse"),
@@ -141,6 +159,7 @@ def _epoch_seconds(text: str) -> float | None:
         'push mails \'{"to": "a@b.c"}\'  # one job',
         "push mails '{}' --in 1d --token nightly-17  # in one day; safe to repeat",
         "push mails --file mails.jsonl  # one per line",
+        "push mails '{}' --after 01JD0Z --after 01JD10  # once these two jobs are done",
         "push mails '{}' --job-timeout 5m --max-retries 1 --expires-in 1h  # options of this job",
     ],
     json="the result of `push`; with --file `pushed` and `requests`, as numbers",
@@ -159,7 +178,7 @@ def _push_one(args: Namespace) -> int:
     if args.records:
         raise UsageError("--records needs --file")
     data = jsonrpc.decode(os.fsencode(args.data))
-    job = {**given(args, "id", "identifier", "priority", "token", "type"), **_own_options(args)}
+    job = {**given(args, "id", "identifier", "priority", "token", "type"), **_own_options(args), **_waits_for(args)}
     result = connect(args).call(
         "push", {"name": args.name, "data": data, **job, **_time_params(args), **_update_params(args)}
     )
@@ -212,7 +231,7 @@ def _push_chunks(args: Namespace, client: ControlClient, file: BinaryIO, path: s
 
 
 def _chunks(args: Namespace, file: BinaryIO) -> Iterator[Chunk]:
-    defaults = {**given(args, "priority", "type"), **_own_options(args), **_time_params(args)}
+    defaults = {**given(args, "priority", "type"), **_own_options(args), **_waits_for(args), **_time_params(args)}
     chunk = Chunk()
     line_number = 0
     while line := file.readline(jsonrpc.MAX_LINE_BYTES + 1):
@@ -251,6 +270,13 @@ def _parse_line(line: bytes, number: int, is_record: bool) -> dict[str, Any]:
 def _own_options(args: Namespace) -> dict[str, Any]:
     timeout = {} if args.job_timeout is None else {"timeout": args.job_timeout}
     return {**timeout, **given(args, "max_retries", "backoff", "expires_in", "keep_done")}
+
+
+def _waits_for(args: Namespace) -> dict[str, Any]:
+    found = given(args, *WAITS_FOR)
+    if found and args.after is None:
+        raise UsageError(f"--{next(iter(found)).replace('_', '-')} needs --after: the jobs to wait for")
+    return found
 
 
 def _update_params(args: Namespace) -> dict[str, Any]:

@@ -255,7 +255,8 @@ def _print_import_error(args: Namespace, error: CannotImport, next_step: str) ->
     "wait until a queue has no waiting or active jobs",
     NAME,
     WAIT,
-    more="Jobs may still be pushed meanwhile. Scheduled jobs do not count.",
+    more="Jobs may still be pushed meanwhile. Scheduled jobs do not count, and neither do held ones, which wait for "
+    "others; it prints how many are left.",
     examples=["drain mails --wait 10m  # before an upgrade"],
     json="queue.drain",
     exits={**NO_QUEUE, 6: "not drained within --wait; draining continues"},
@@ -271,7 +272,10 @@ def drain(args: Namespace) -> int:
     result = wait_for_answer(
         client, drained, status_params, _report_drain, deadline, timeout_message, lines=not args.json
     )
-    return _print_done(args, result, "drained")
+    # An older supervisor does not say how many are held.
+    held = result.get("held") or 0
+    left = f"; held jobs left: {held}; see: forqctl jobs {args.name} --state held" if held else ""
+    return _print_done(args, result, "drained", left)
 
 
 def _report_drain(report: WaitReport, status: Any) -> None:

@@ -184,6 +184,8 @@ def columns_for(queues: list[dict[str, Any]]) -> tuple[tuple[str, str], ...]:
         columns = (*_COLUMNS[:1], ("MODE", "mode"), *_COLUMNS[1:], ("AWAITERS", "awaiters"))
     if any(queue.get("app") for queue in queues):
         columns = (*columns[:1], ("APP", "app"), *columns[1:])
+    if any(queue.get("held") for queue in queues):
+        columns = (*columns, ("HELD", "held"))
     if any(queue.get("kept") for queue in queues):
         columns = (*columns, ("KEPT", "kept"))
     return columns

@@ -110,7 +110,8 @@ def _job_text(job: dict[str, Any]) -> str:
         return f"{state} {printable(show_progress(progress['fraction'], progress['text']))}"
     if isinstance(error, dict):
         return printable(f"{state}: {error.get('name')}: {error.get('message')}")
-    return f"{state} until {iso_time(job['run_at'])}" if job.get("run_at") else str(state)
+    # A held job may have a time, too, but its dependencies may end later.
+    return f"{state} until {iso_time(job['run_at'])}" if state == "scheduled" and job.get("run_at") else str(state)
 
 
 def _result_text(job: dict[str, Any]) -> str:

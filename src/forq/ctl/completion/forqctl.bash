@@ -13,7 +13,7 @@ _shtab_forqctl_status_option_strings=(--check --memory --all --on --socket --jso
 _shtab_forqctl_top_option_strings=(--interval --plain --count --socket --json --timeout)
 _shtab_forqctl_jobs_option_strings=(--state --type --identifier --error --since --until --limit --after --socket --json --timeout)
 _shtab_forqctl_job_option_strings=(--socket --json --timeout)
-_shtab_forqctl_push_option_strings=(--file --records --id --identifier --priority --token --type --in --at --if-exists --no-update-data --update-run-at --reset-counts --durable --job-timeout --max-retries --backoff --expires-in --keep-done --socket --json --timeout)
+_shtab_forqctl_push_option_strings=(--file --records --id --identifier --priority --token --type --in --at --after --when --with-results --if-exists --no-update-data --update-run-at --reset-counts --durable --job-timeout --max-retries --backoff --expires-in --keep-done --socket --json --timeout)
 _shtab_forqctl_await_option_strings=(--wait --socket --json --timeout)
 _shtab_forqctl_dequeue_option_strings=(--wait --lease --socket --json --timeout)
 _shtab_forqctl_ack_option_strings=(--socket --json --timeout)
@@ -92,8 +92,9 @@ _shtab_forqctl_completion___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl___socket_COMPGEN=_shtab_compgen_files
 
 _shtab_forqctl_create___mode_choices=(work auto_release on_request external)
-_shtab_forqctl_jobs___state_choices=(waiting scheduled active blocked retry done dead)
+_shtab_forqctl_jobs___state_choices=(waiting scheduled active blocked held retry done dead)
 _shtab_forqctl_push___priority_choices=(0 1 2 3 4 5 6 7 8 9)
+_shtab_forqctl_push___when_choices=(done ended dead)
 _shtab_forqctl_push___if_exists_choices=(update skip refuse)
 _shtab_forqctl_push___update_run_at_choices=(true false if_later if_earlier)
 _shtab_forqctl_push___reset_counts_choices=(yes no)
@@ -120,6 +121,7 @@ _shtab_forqctl_top___json_nargs=0
 _shtab_forqctl_jobs___json_nargs=0
 _shtab_forqctl_job___json_nargs=0
 _shtab_forqctl_push___records_nargs=0
+_shtab_forqctl_push___with_results_nargs=0
 _shtab_forqctl_push___no_update_data_nargs=0
 _shtab_forqctl_push___json_nargs=0
 _shtab_forqctl_await___json_nargs=0
@@ -167,7 +169,7 @@ _shtab_forqctl___json_nargs=0
 
 
 # Custom Preamble
-_forqctl_options() { compgen -W "max_items= max_data= stop_grace= processes= concurrency= max_jobs= max_age= max_memory= memory_limit= pids_limit= address_limit= open_files_limit= nice= size= priority= timeout= max_timeouts= max_stalls= max_retries= min_backoff= max_backoff= jitter= retry_lane_retries= fail_max_retries= fail_min_backoff= fail_max_backoff= fail_timeout= fail_size= rate= burst= max_active= keep_done= done_max= dead_max= dead_ttl= dedup_ttl= journal= journal_max= release_interval= release_retries= retry_interval= lease= item_timeout=" -- "$1"; }
+_forqctl_options() { compgen -W "max_items= max_data= stop_grace= processes= concurrency= max_jobs= max_age= max_memory= memory_limit= pids_limit= address_limit= open_files_limit= nice= size= priority= timeout= max_timeouts= max_stalls= max_retries= min_backoff= max_backoff= jitter= retry_lane_retries= fail_max_retries= fail_min_backoff= fail_max_backoff= fail_timeout= fail_size= rate= burst= max_active= keep_done= done_max= dead_max= dead_ttl= dedup_ttl= flows= journal= journal_max= release_interval= release_retries= retry_interval= lease= item_timeout=" -- "$1"; }
 # End Custom Preamble
 
 # $1=COMP_WORDS[1]
