@@ -40,7 +40,7 @@ Verb = Callable[[Request], None]
 ForwardForReader = Callable[[Request, str, dict[str, Any], Callable[[Any], None]], None]
 
 # `job` and the details of `jobs` are reduced (open_parts.py), `why` omits error messages.
-READ_VERBS = ("status", "jobs", "job", "why", "ping", "version", "supervisors")
+READ_VERBS = ("status", "jobs", "job", "why", "flow", "batch", "ping", "version", "supervisors")
 
 
 def verbs_for_readers(table: Mapping[str, Verb], send: ForwardForReader) -> dict[str, Verb]:
@@ -273,6 +273,7 @@ class Verbs:
             **dict.fromkeys(
                 ("push", "push_many", "recover", "cancel", "remove", "job", "job.run", "jobs"), self._forward
             ),
+            **dict.fromkeys(("flow", "batch", "batch.cancel"), self._forward),
             # Repeated to the new clerk if the clerk dies.
             "watch": lambda request: self._forward_to_clerk(request, "watch", request.params, repeat=True),
             # Needs no Redis, so it does not wait for the queue to be opened.

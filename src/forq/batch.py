@@ -26,6 +26,7 @@ T = TypeVar("T")
 # Name of a callback -> what it waits for.
 _WHEN = {"on_done": "done", "on_end": "ended", "on_dead": "dead"}
 _REFUSE = Update("refuse")
+CANCELLED_PER_CALL = 1000
 
 
 class Batch:
@@ -107,7 +108,15 @@ class Batch:
         """Cancels the members that have not begun, and returns how many. Running ones continue; then the batch has
         failed: `on_end` runs, `on_done` never."""
         self._unsent = []
-        return self._stored().cancel()
+        cancelled, more = self.cancel_part()
+        while more:
+            part, more = self.cancel_part()
+            cancelled += part
+        return cancelled
+
+    def cancel_part(self) -> tuple[int, bool]:
+        """The same for a limited number of members; also returns whether there may be more."""
+        return self._stored().cancel(CANCELLED_PER_CALL)
 
     def info(self) -> BatchInfo:
         """State and counts, in one call."""

@@ -121,18 +121,22 @@ class StoredBatch:
                     queue, _, job_id = value.decode().partition(" ")
                     yield number, queue, job_id
 
-    def cancel(self) -> int:
-        """Cancels the members that have not begun; returns how many. Running ones end, and count as they end."""
+    def cancel(self, most: int) -> tuple[int, bool]:
+        """Cancels up to `most` members that have not begun; returns how many, and whether there may be more.
+
+        Running ones end, and count as they end."""
         self.seal(cancel=True)
         cancelled, keeps_results = 0, self.counts().keeps_results
         for number, queue, job_id in self.open_members():
+            if cancelled == most:
+                return cancelled, True
             edge = self.edge(number, queue, keeps_results=keeps_results)
             try:
                 cancelled += Producer(self._link, self._prefix, queue).cancel(job_id, edge=edge)
             except ForqError as exc:
                 if exc.code != "unknown_queue":
                     raise
-        return cancelled
+        return cancelled, False
 
     def results(self) -> list[Any]:
         """The results of all members in the order in which they were added; None for one that is not done."""

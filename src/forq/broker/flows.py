@@ -8,7 +8,7 @@
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -17,16 +17,17 @@ import orjson
 from forq.broker.batches import StoredBatch, check_batch_id
 from forq.broker.dependencies import MAX_DEPENDENCIES
 from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, JobIdentity, NewJob, Producer, Update
-from forq.broker.inspect import Inspector
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import OK, error_for, script
-from forq.errors import ForqError, UnknownFlow, UnknownJob, UsageError
+from forq.errors import ForqError, UnknownFlow, UsageError
 
 KEPT_MS = 7 * 24 * 3600 * 1000
 MAX_FLOW_JOBS = 10_000
 # How long a script may be that stores a flow's plan.
 MAX_PLAN_BYTES = 4 << 20
+# Jobs whose states are read in one round trip.
+STATES_PER_CALL = 500
 _REFUSE = Update("refuse")
 
 Stored = list[tuple[str, JobIdentity | None]]
@@ -72,8 +73,10 @@ def read_flow(link: Link, prefix: str, queue: str, flow_id: str) -> list[dict[st
     if packed is None:
         raise UnknownFlow(f"queue {queue!r} has no flow {flow_id!r}: it never existed, or is older than a week")
     plan = orjson.loads(packed)
-    for each in plan:
-        each["state"] = _state(link, prefix, each["queue"], each["id"])
+    for first in range(0, len(plan), STATES_PER_CALL):
+        part = plan[first : first + STATES_PER_CALL]
+        for each, state in zip(part, _states(link, prefix, part), strict=True):
+            each["state"] = state
     return list(plan)
 
 
@@ -86,15 +89,31 @@ def find_flow(link: Link, prefix: str, names: Sequence[str], flow_id: str) -> st
     raise UnknownFlow(f"no queue has a flow {flow_id!r}: it never existed, or is older than a week")
 
 
-def _state(link: Link, prefix: str, queue: str, job_id: str) -> str:
-    try:
-        return str(Inspector(link, prefix, queue).job(job_id)["state"])
-    except UnknownJob:
-        base = queue_base(prefix, queue)
-        known = link.pipeline([("HGET", f"{base}:ends", job_id), ("HGET", f"{base}:ends:old", job_id)], at=base)
-        return next((how.decode() for how in known if how is not None), "ended")
-    except ForqError:
-        return "unknown"
+def _states(link: Link, prefix: str, jobs: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The state of each job, in one round trip."""
+    commands: list[tuple[Any, ...]] = []
+    for each in jobs:
+        base, job_id = queue_base(prefix, each["queue"]), each["id"]
+        commands += [
+            ("HEXISTS", f"{base}:held", job_id),
+            ("HEXISTS", f"{base}:jobs", job_id),
+            ("HEXISTS", f"{base}:active", job_id),
+            ("ZSCORE", f"{base}:scheduled", job_id),
+            ("HGET", f"{base}:ends", job_id),
+            ("HGET", f"{base}:ends:old", job_id),
+        ]
+    replies = link.pipeline(commands)
+    states = []
+    for at in range(0, len(replies), 6):
+        held, live, active, due, last_end, end = replies[at : at + 6]
+        if held:
+            states.append("held")
+        elif live:
+            states.append("active" if active else "waiting" if due is None else "scheduled")
+        else:
+            how = last_end or end
+            states.append("ended" if how is None else how.decode())
+    return states
 
 
 def _store_plan(link: Link, prefix: str, flow_id: str, jobs: Sequence[FlowJob]) -> None:

@@ -6,12 +6,15 @@ from dataclasses import asdict
 from typing import Any, TypeVar
 
 from forq.api_types import OwnOptions
+from forq.batch import Batch
+from forq.broker.batches import check_batch_id
 from forq.broker.bulk import BulkChanges, DeadPart, check_ids, messages_of
 from forq.broker.dead import DeadChanged, DeadChunk, DeadJobs
 from forq.broker.dead_groups import dead_groups
 from forq.broker.enqueue import NewJob, Producer, Update, new_job
 from forq.broker.explain import unknown_job, why
 from forq.broker.filters import JobFilter
+from forq.broker.flows import find_flow, read_flow
 from forq.broker.inspect import Inspector, counts_of
 from forq.broker.leases import Leases
 from forq.broker.link import Link
@@ -61,6 +64,9 @@ class RedisVerbs:
             "dead.groups": self.dead_groups,
             "dead.retry": self.dead_retry,
             "dead.discard": self.dead_discard,
+            "flow": self.flow,
+            "batch": lambda params: self._batch(params).info(),
+            "batch.cancel": self.batch_cancel,
             "ack": self.ack,
             "schedule": self.schedule,
             "schedules": self.schedules,
@@ -110,6 +116,19 @@ class RedisVerbs:
             return read()
         except UnknownJob:
             raise error from None
+
+    def flow(self, params: dict[str, Any]) -> object:
+        names, flow_id = sorted(self._registry.names()), params.get("id")
+        queue = find_flow(self._link, self._prefix, names, check_batch_id(flow_id))
+        return {"id": flow_id, "queue": queue, "jobs": read_flow(self._link, self._prefix, queue, str(flow_id))}
+
+    def batch_cancel(self, params: dict[str, Any]) -> object:
+        """A part of the members: the caller repeats it while there are more."""
+        cancelled, more = self._batch(params).cancel_part()
+        return {"cancelled": cancelled, "more": more}
+
+    def _batch(self, params: dict[str, Any]) -> Batch:
+        return Batch(lambda: self._link, self._prefix, check_queue_name(params.get("name")), params.get("id", ""))
 
     def push(self, params: dict[str, Any]) -> object:
         fields = {key: value for key, value in params.items() if key not in ("name", "durable", *_UPDATE_FIELDS)}

@@ -20,6 +20,7 @@ MODULES = {
         ("releases", "await dequeue ack"),
         ("schedules", "schedule schedules pause-schedule resume-schedule unschedule trigger"),
         ("jobs", "dead"),
+        ("flows", "flow batch"),
         ("push", "recover"),
         ("jobs", "remove cancel run-now"),
         ("queues", "pause resume drain set"),
