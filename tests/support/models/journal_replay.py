@@ -26,6 +26,7 @@ class Replay:
 
     def _clear(self) -> None:
         self.ready: dict[str, int | None] = {}  # id -> due (ms) while it is scheduled
+        self.held: dict[str, set[str]] = {}  # id -> what it waits for
         self.active: dict[str, int] = {}  # id -> fence
         self.attempts: dict[str, int] = {}  # of the active ones
         self.marked: set[str] = set()
@@ -50,6 +51,7 @@ class Replay:
         self._check_chain(first)
         self._to_come: dict[str, tuple[str, ...]] = {}  # id -> the verbs of which one must follow in this entry
         self._fail_job: tuple[str, int] | None = None
+        self._new: set[str] = set()  # jobs that begin in this entry
         # A user may run a job before its time (run_now), in a call that does nothing else.
         self._may_be_early = len(events) == 1 and first.actor == "-"
         for position, event in enumerate(events):
@@ -79,8 +81,8 @@ class Replay:
         self.paused = False
 
     def _deleted(self, event: Event, _: None) -> None:
-        held = len(self.ready) + len(self.active) + len(self.blocked) + len(self.archived)
-        self._demand(event, held <= int(event.cause or 0) <= held + len(self.births))
+        jobs = len(self.ready) + len(self.held) + len(self.active) + len(self.blocked) + len(self.archived)
+        self._demand(event, jobs <= int(event.cause or 0) <= jobs + len(self.births))
         self._clear()
         self.deleted = True
 
@@ -93,13 +95,37 @@ class Replay:
         self.paused = False
 
     def _enqueued(self, event: Event, job: str) -> None:
-        self._demand(event, job not in self.ready and job not in self.active)
+        self._demand(event, job not in self.ready and job not in self.held and job not in self.active)
         self.options.pop(job, None)
         self.ready[job] = None
+        self._new.add(job)
 
     def _updated(self, event: Event, job: str) -> None:
-        self._demand(event, job in self.ready)
+        self._demand(event, job in self.ready or job in self.held)
+        if job in self.held:
+            self._to_come[job] = ("held",)
+        else:
+            self.ready[job] = None
+
+    def _held(self, event: Event, job: str) -> None:
+        names = (event.cause or "").split(" ")[1:]
+        if job in self.held:
+            self._demand(event, set(names) <= self.held[job] and "held" in self._to_come.get(job, ()))
+        else:
+            self._demand(event, job in self._new and self.ready.pop(job, 0) is None)
+        self._follows(event, job)
+        self.held[job] = set(names)
+
+    def _met(self, event: Event, job: str) -> None:
+        self._demand(event, job in self.held)
+        del self.held[job]
         self.ready[job] = None
+
+    def _unmet(self, event: Event, job: str) -> None:
+        self._demand(event, (event.cause or "").split(" ")[0] in self.held.get(job, ()))
+        del self.held[job]
+        self.ready[job] = None
+        self._to_come[job] = ("claimed",)
 
     def _scheduled(self, event: Event, job: str) -> None:
         self._demand(event, job in self.ready and event.due_us is not None)
@@ -116,6 +142,8 @@ class Replay:
             self.ready[job] = None
         self._demand(event, job in self.ready and self.ready[job] is None and job not in self.active)
         self._demand(event, event.fence > max(self.active.values(), default=0) or event.fence in self.active.values())
+        if "claimed" in self._to_come.get(job, ()):
+            self._to_come[job] = ("dead",)
         del self.ready[job]
         self.active[job] = event.fence
         self.attempts[job] = event.attempt or 0
@@ -176,7 +204,8 @@ class Replay:
         self.blocked.remove(job)
 
     def _options(self, event: Event, job: str) -> None:
-        self._demand(event, (job in self.ready or job in self.active) and bool(event.cause))
+        is_there = job in self.ready or job in self.held or job in self.active
+        self._demand(event, is_there and bool(event.cause))
         self.options[job] = event.cause or ""
 
     def _unblocked(self, event: Event, job: str) -> None:
@@ -189,10 +218,12 @@ class Replay:
         if event.fence:
             self._leaves_its_worker(event, job)
         else:
-            self._demand(event, job in self.ready)
-            del self.ready[job]
+            self._demand(event, job in self.ready or job in self.held)
+            self.ready.pop(job, None)
+            self.held.pop(job, None)
 
     def _dead(self, event: Event, job: str) -> None:
+        self._follows(event, job)
         self._demand(event, job not in self.marked and f"{job}@{event.fence}" not in self.archived)
         self._demand(event, bool(event.cause) and event.fail_job is not None)
         self._leaves_its_worker(event, job)

@@ -25,9 +25,10 @@ end
 -- Counts a hint without a record.
 function hints.drop(id)
   redis.call('HINCRBY', key('counts'), 'dropped', 1)
+  journal.note('dropped 0 ' .. (string.find(id, '^[!-~]+$') and id or '?'))
+  -- After the note: the journal has the end of a job before what follows from it.
   flows.detach({ id }, 'dropped')
   flows.resolve()
-  journal.note('dropped 0 ' .. (string.find(id, '^[!-~]+$') and id or '?'))
 end
 
 function hints.count(place, number)
