@@ -320,7 +320,9 @@ def _write_held_jobs(journal: JournalWriter) -> None:
     write("cancelled 0 hb hd hf", "forgotten 507 he")
     # A cancelled dependency, one that waits itself, and jobs that stay held.
     write("enqueued 0 ia ib ic id ie", "held 0 ib done ia", "held 0 ic done id", "held 0 ie ended ic id")
-    write("cancelled 0 ia", "unmet 0 ib ia cancelled", "claimed 510 1 ib", "dead 510 ib - 0 DependencyFailed", actor="w1")
+    write(
+        "cancelled 0 ia", "unmet 0 ib ia cancelled", "claimed 510 1 ib", "dead 510 ib - 0 DependencyFailed", actor="w1"
+    )
 
 
 def _held(entries: list[WrittenEntry]) -> RedisState:

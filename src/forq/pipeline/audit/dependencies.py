@@ -4,13 +4,14 @@
 2. `bound_dependencies`: for each hold and dependency, which job of that id is meant, and how it ended. An id may be
    used again; a hold means the job that had the id when the hold began, or the one blocked behind it, or, if there was
    none, the last one that had ended.
-3. `held_findings`, `dependency_findings`: the rule.
+3. `held_findings`, and `dependency_findings` over `decisions`: the rule.
 
 A hold is judged by what the journal has since its last hole. A dependency with no event there is left out: its end was
 trimmed, or it is a batch. The end of a job is noted before what follows from it, so places in the journal are compared.
 """
 
-from collections.abc import Iterable, Mapping
+from collections import Counter
+from collections.abc import Iterable
 
 from pyspark.sql import Column, DataFrame, Window
 from pyspark.sql import functions as F
@@ -122,145 +123,133 @@ def bound_dependencies(held: DataFrame, steps: DataFrame) -> DataFrame:
 
 def held_findings(held: DataFrame) -> DataFrame:
     """The steps of a hold in their order, as far as the state table cannot say it."""
-    step, after = F.col("step"), F.col("after")
-    here = after["sequence"] == F.col("sequence")
-    again = F.coalesce(here & (after["step"] == "held"), F.lit(False))
-    dies = here & (after["step"] == "claimed") & (F.col("later.sequence") == F.col("sequence"))
-    dies = F.coalesce(dies & (F.col("later.step") == "dead"), F.lit(False))
-    known = F.col("before.segment") == F.col("segment")
+    step, before, after, later = F.col("step"), F.col("before"), F.col("after"), F.col("later")
+    here = F.col("sequence")
+    again = F.coalesce((after["sequence"] == here) & (after["step"] == "held"), F.lit(False))
+    dies = (after["step"] == "claimed") & (later["sequence"] == here) & (later["step"] == "dead")
+    known = before["segment"] == F.col("segment")
+    is_judged = F.col("born.segment") == F.col("segment")
     new_names = F.array_except("hold.names", "born.names")
+    cause, _ = _cause()
     checks = [
         (
-            (step == "held") & known & (F.col("before.step") == "updated") & (F.col("earlier") != "held"),
+            (step == "held") & known & (before["step"] == "updated") & (F.col("earlier") != "held"),
             text("held after an update, but it was not held before"),
         ),
         (
-            (step == "held") & (F.col("born.segment") == F.col("segment")) & (F.size(new_names) > 0),
+            (step == "held") & is_judged & (F.size(new_names) > 0),
             text("held after an update for ", F.concat_ws(" ", new_names), ", for which it did not wait before"),
         ),
         (
-            (step == "updated") & known & (F.col("before.step") == "held") & ~again,
+            (step == "updated") & known & (before["step"] == "held") & ~again,
             text("updated while it was held, but not held again in the same entry"),
         ),
-        ((step == "unmet") & ~dies, text("unmet, but not claimed and dead in the same entry")),
+        (
+            (step == "unmet") & ~F.coalesce(dies, F.lit(False)),
+            text("unmet, but not claimed and dead in the same entry"),
+        ),
+        (
+            (step == "unmet") & is_judged & (F.col("hold.when") != "done"),
+            text("unmet, but it was held with when = ", F.col("hold.when")),
+        ),
+        (
+            (step == "unmet") & is_judged & ~F.array_contains("hold.names", cause),
+            text("unmet because of ", cause, ", for which it did not wait"),
+        ),
     ]
     return findings_where(held, "dependencies", checks)
 
 
-def dependency_findings(
-    held: DataFrame,
-    bound: DataFrame,
-    epochs: Iterable[Epoch],
-    holes: Iterable[Hole],
-    redis_state: RedisState | None,
-) -> DataFrame:
-    """`met` and `unmet` must follow from the ends before them; and a job must not stay held although they decide."""
+def decisions(held: DataFrame, bound: DataFrame) -> DataFrame:
+    """One row per dependency of each `met` and `unmet`, and of each job that is held at the end. `how` it had ended
+    before that; null: it had not. `number`: of all dependencies, also those left out."""
     step = F.col("step")
-    judged = held.where((F.col("born.segment") == F.col("segment")) & F.col("hold").isNotNull())
-    decided = judged.where(step.isin("met", "unmet") | ((step == "held") & F.col("last"))).select(
+    decided = held.where(
+        (F.col("born.segment") == F.col("segment")) & (step.isin("met", "unmet") | ((step == "held") & F.col("last")))
+    ).select(
         *JOB,
-        *("sequence", "position", "step", "segment", "cause", "hold.when", "hold.names"),
+        *("sequence", "position", "step", "segment", "cause", "hold.when"),
         F.col("born.sequence").alias("begun"),
+        F.size("hold.names").alias("number"),
+        F.explode("hold.names").alias("dependency"),
     )
-    one_each = decided.withColumns({"number": F.size("names"), "dependency": F.explode("names")}).drop("names")
     ended_before = F.struct("ended.sequence", "ended.position") < F.struct("sequence", "position")
     how = F.when((step == "held") | ended_before, F.col("ended.how"))
-    each = one_each.join(bound, [*JOB, "begun", "dependency"]).withColumns(
+    return decided.join(bound, [*JOB, "begun", "dependency"]).withColumns(
         {"how": how, "succeeded": F.coalesce(how.isin(*verbs.SUCCEEDED), F.lit(False))}
     )
-    return union(
-        [
-            _wrongly_met(each),
-            _wrongly_unmet(decided, each),
-            _still_held(each, epochs, holes, redis_state),
-        ]
-    )
 
 
-def _wrongly_met(each: DataFrame) -> DataFrame:
-    when, how, dependency = F.col("when"), F.col("how"), F.col("dependency")
-    met = each.where("step = 'met'")
+def dependency_findings(
+    decided: DataFrame, epochs: Iterable[Epoch], holes: Iterable[Hole], redis_state: RedisState | None
+) -> DataFrame:
+    """`met` and `unmet` must follow from the ends before them, and no job may stay held although they decide."""
+    step, when, how, succeeded = (F.col(name) for name in ("step", "when", "how", "succeeded"))
+    dependency, met = F.col("dependency"), step == "met"
+    cause, noted = _cause()
+    of_cause = (step == "unmet") & (dependency == cause)
     checks = [
-        ((when != "dead") & how.isNull(), text("met, but ", dependency, ", for which it waits, has not ended")),
+        (met & (when != "dead") & how.isNull(), text("met, but ", dependency, ", for which it waits, has not ended")),
         (
-            (when == "done") & how.isNotNull() & ~F.col("succeeded"),
+            met & (when == "done") & how.isNotNull() & ~succeeded,
             text("met, but ", dependency, ", for which it waits, ended as ", how),
         ),
+        (of_cause & how.isNull(), text("unmet because of ", cause, ", which has not ended")),
+        (of_cause & succeeded, text("unmet because of ", cause, ", but it ended as ", how)),
+        (
+            of_cause & ~succeeded & (how != noted),
+            text("unmet because ", cause, " ended as ", noted, ", but it ended as ", how),
+        ),
     ]
-    all_known = F.count("*") == F.max("number")
-    none_dead = (
-        met.where(when == "dead")
-        .groupBy(*JOB, "sequence")
-        .agg(all_known.alias("known"), F.count_if(how == "dead").alias("dead"))
+    whole = (
+        decided.where(step != "unmet")
+        .groupBy(*JOB, "sequence", "segment", "step", "when", "number")
+        .agg(
+            F.count("*").alias("known"),
+            F.count("how").alias("ended"),
+            F.count_if(how.isNotNull() & ~succeeded).alias("otherwise"),
+            F.count_if(how == "dead").alias("dead"),
+            F.max(F.when(how.isNotNull(), F.col("ended.sequence"))).alias("last_end"),
+        )
+        .join(F.broadcast(_resolved(decided, epochs, holes, redis_state)), list(_EPOCH), "left")
     )
-    dead_checks = [
-        (F.col("known") & (F.col("dead") == 0), text("met, but none of the jobs for which it waits is dead"))
+    is_over = (step == "held") & (F.col("segment") == F.col("last_segment")) & (F.col("last_end") <= F.col("until"))
+    all_ended = F.col("ended") == F.col("number")
+    enough = ((when == "done") & (F.col("otherwise") > 0)) | ((when == "dead") & (F.col("dead") > 0))
+    whole_checks = [
+        (
+            met & (when == "dead") & (F.col("known") == F.col("number")) & (F.col("dead") == 0),
+            text("met, but none of the jobs for which it waits is dead"),
+        ),
+        (is_over & all_ended, text("still held, but all jobs for which it waits have ended")),
+        (is_over & ~all_ended & enough, text("still held with when = ", when, ", but the ends so far decide")),
     ]
-    return union([findings_where(met, "dependencies", checks), findings_where(none_dead, "dependencies", dead_checks)])
+    return union([findings_where(decided, "dependencies", checks), findings_where(whole, "dependencies", whole_checks)])
 
 
-def _wrongly_unmet(decided: DataFrame, each: DataFrame) -> DataFrame:
+def _cause() -> tuple[Column, Column]:
+    """The dependency that `unmet` names, and how it ended."""
     words = F.split("cause", " ")
-    name, noted = words[0], words[1]
-    unmet = decided.where("step = 'unmet'")
-    checks = [
-        (F.col("when") != "done", text("unmet, but it was held with when = ", F.col("when"))),
-        (~F.array_contains("names", name), text("unmet because of ", name, ", for which it did not wait")),
-    ]
-    of_cause = each.where((F.col("step") == "unmet") & (F.col("dependency") == name))
-    how = F.col("how")
-    cause_checks = [
-        (how.isNull(), text("unmet because of ", name, ", which has not ended")),
-        (how.isNotNull() & F.col("succeeded"), text("unmet because of ", name, ", but it ended as ", how)),
-        (~F.col("succeeded") & (how != noted), text("unmet because ", name, " ended as ", noted, ", but it was ", how)),
-    ]
-    return union(
-        [findings_where(unmet, "dependencies", checks), findings_where(of_cause, "dependencies", cause_checks)]
-    )
+    return words[0], words[1]
 
 
-def _still_held(
-    each: DataFrame, epochs: Iterable[Epoch], holes: Iterable[Hole], redis_state: RedisState | None
+def _resolved(
+    decided: DataFrame, epochs: Iterable[Epoch], holes: Iterable[Hole], redis_state: RedisState | None
 ) -> DataFrame:
-    """Jobs that are held at the end, although their dependencies have ended. Redis tells whether pulse has yet to tell
-    some of them; without it, the ends of the last entry are left out."""
-    segments: dict[tuple[int, str, int], int] = {}
-    for hole in holes:
-        key = hole.history, hole.queue, hole.epoch
-        segments[key] = segments.get(key, 0) + 1
-    compared = [
-        (*key, segments.get(key, 0), until)
+    """The epochs that continue: their last segment, and the last entry whose ends all dependants have been told."""
+    segments = Counter((hole.history, hole.queue, hole.epoch) for hole in holes)
+    rows = [
+        (*key, segments[key], until)
         for epoch in epochs
         for key in [(epoch.history, epoch.queue, epoch.epoch)]
         if not epoch.deleted and (until := _resolved_until(epoch, redis_state)) is not None
     ]
-    ends = each.sparkSession.createDataFrame(
-        compared, "history int, queue string, epoch long, last_segment int, until long"
-    )
-    how = F.col("how")
-    at_end = (
-        each.where("step = 'held'")
-        .groupBy(*JOB, "sequence", "segment", "when", "number")
-        .agg(
-            F.count_if(how.isNotNull()).alias("ended"),
-            F.count_if(how.isNotNull() & ~F.col("succeeded")).alias("otherwise"),
-            F.count_if(how == "dead").alias("dead"),
-            F.max(F.when(how.isNotNull(), F.col("ended.sequence"))).alias("last_end"),
-        )
-        .join(F.broadcast(ends), list(_EPOCH))
-        .where("segment = last_segment and last_end <= until")
-    )
-    all_ended = F.col("ended") == F.col("number")
-    decided = ((F.col("when") == "done") & (F.col("otherwise") > 0)) | ((F.col("when") == "dead") & (F.col("dead") > 0))
-    checks = [
-        (all_ended, text("still held, but all jobs for which it waits have ended")),
-        (~all_ended & decided, text("still held with when = ", F.col("when"), ", but the ends so far decide")),
-    ]
-    return findings_where(at_end, "dependencies", checks)
+    columns = "history int, queue string, epoch long, last_segment int, until long"
+    return decided.sparkSession.createDataFrame(rows, columns)
 
 
 def _resolved_until(epoch: Epoch, redis_state: RedisState | None) -> int | None:
-    """The last entry whose ends all dependants have been told; None if that is unknown."""
+    """Pulse may have yet to follow some ends, which Redis shows. Without Redis those of the last entry are left out."""
     queue_state = redis_state.queues.get((epoch.history, epoch.queue)) if redis_state else None
     if queue_state is None:
         return epoch.last - 1
@@ -269,9 +258,7 @@ def _resolved_until(epoch: Epoch, redis_state: RedisState | None) -> int | None:
 
 
 def _how(step: Column) -> Column:
-    pairs: Mapping[str, str] = verbs.ENDED_AS
-    words = F.create_map(*(F.lit(word) for pair in pairs.items() for word in pair))
-    return words[step]
+    return F.create_map(*(F.lit(word) for pair in verbs.ENDED_AS.items() for word in pair))[step]
 
 
 def show_hold(about: str) -> str:

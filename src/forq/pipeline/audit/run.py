@@ -160,10 +160,11 @@ class Auditor:
             if not checked:
                 return
             held = self._cache(dependencies.steps_of_held(self._steps))
-            bound = self._cache(dependencies.bound_dependencies(held, self._steps))
+            bound = dependencies.bound_dependencies(held, self._steps)
+            decided = self._cache(dependencies.decisions(held, bound))
             self._add_frame(dependencies.held_findings(held))
             ends = (self._epochs, self._holes, self._redis_state)
-            self._add_frame(dependencies.dependency_findings(held, bound, *ends))
+            self._add_frame(dependencies.dependency_findings(decided, *ends))
 
     def _check_options(self) -> None:
         with self._timed("options"):
