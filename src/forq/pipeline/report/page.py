@@ -186,9 +186,8 @@ def _headline(figures: Figures) -> str:
         ("", "median wait", duration_or_dash(wait[0]), f"p99 {duration_or_dash(wait[2])}"),
         ("", "median run time", duration_or_dash(run[0]), f"p99 {duration_or_dash(run[2])}"),
         ("", "peak running jobs", count(figures.peak), f"{short(average)} on average"),
+        *((_holds(figures),) if figures.holds.jobs else ()),
     )
-    if figures.holds.jobs:
-        cards += (_holds(figures),)
     return '<div class="cards">' + "".join(_card(*card) for card in cards) + "</div>"
 
 
