@@ -79,6 +79,10 @@ def test_what_is_in_a_hole_is_not_judged(spark: SparkSession, tmp_path: Path) ->
     )
     trimmed = [(1, 2), (1, 2, 3), (3,), (4,), (5,), (1, 2, 3, 4)]
     histories = [without_entries(rows, *sequences) for sequences in trimmed]
+    # An update of a hold that began in the hole, of an id that had another job before.
+    rows = written("enqueued 0 a b", "cancelled 0 b", "enqueued 0 b; held 0 b done a", "updated 0 b; held 0 b done a")
+    trimmed.append((4,))
+    histories.append(without_entries(rows, 4))
     found = Auditor(frame_of(spark, tmp_path, histories), None).run().findings
     assert {(one.history, one.rule) for one in found} == {(number, "chain") for number in range(len(trimmed))}
 

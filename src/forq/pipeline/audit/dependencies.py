@@ -30,7 +30,7 @@ _MAX_NAMES_SHOWN = 10
 
 def steps_of_held(steps: DataFrame) -> DataFrame:
     """The lifecycle of jobs that were held. `born`: place and segment of the step at which its hold began; `hold`: its
-    last `held` step, as `when` and `names`. `before`, `after`, `later`: the steps around it. `last`: last step."""
+    last `held` step, as `when` and `names`. `earlier`, `before`, `after` and `later`: the steps around it."""
     step = F.col("step")
     in_order = Window.partitionBy(*JOB).orderBy("sequence", "position")
     until_now = in_order.rowsBetween(Window.unboundedPreceding, 0)
@@ -43,7 +43,7 @@ def steps_of_held(steps: DataFrame) -> DataFrame:
         *JOB,
         *("sequence", "position", "step", "cause", "segment"),
         F.lag(beside).over(in_order).alias("before"),
-        F.lag("step", 2).over(in_order).alias("earlier"),
+        F.lag(beside, 2).over(in_order).alias("earlier"),
         F.lead(beside).over(in_order).alias("after"),
         F.lead(beside, 2).over(in_order).alias("later"),
         F.lead("step").over(in_order).isNull().alias("last"),
@@ -123,17 +123,17 @@ def bound_dependencies(held: DataFrame, steps: DataFrame) -> DataFrame:
 
 def held_findings(held: DataFrame) -> DataFrame:
     """The steps of a hold in their order, as far as the state table cannot say it."""
-    step, before, after, later = F.col("step"), F.col("before"), F.col("after"), F.col("later")
+    step, earlier, before, after, later = (F.col(name) for name in ("step", "earlier", "before", "after", "later"))
     here = F.col("sequence")
     again = F.coalesce((after["sequence"] == here) & (after["step"] == "held"), F.lit(False))
     dies = (after["step"] == "claimed") & (later["sequence"] == here) & (later["step"] == "dead")
-    known = before["segment"] == F.col("segment")
+    known, was_known = before["segment"] == F.col("segment"), earlier["segment"] == F.col("segment")
     is_judged = F.col("born.segment") == F.col("segment")
     new_names = F.array_except("hold.names", "born.names")
     cause, _ = _cause()
     checks = [
         (
-            (step == "held") & known & (before["step"] == "updated") & (F.col("earlier") != "held"),
+            (step == "held") & (before["step"] == "updated") & (earlier["step"] != "held") & was_known,
             text("held after an update, but it was not held before"),
         ),
         (
