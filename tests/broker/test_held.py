@@ -1,5 +1,6 @@
 """Jobs that wait for others: `after` and `when` within a queue."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from forq.broker.enqueue import NewJob, Update, new_job
 from forq.broker.scripts import script
 from forq.errors import Exists, FlowsOff, QueueFull, UnknownDependency, UsageError
 from tests.support.drive.one_queue import HandWorker, OneQueue
+from tests.support.models.journal_replay import Replay
 
 
 def after(job_id: str, *names: str, when: When = "done", **more: Any) -> NewJob:
@@ -33,6 +35,16 @@ def is_clean(queue: OneQueue) -> bool:
 @pytest.fixture
 def worker(queue: OneQueue) -> HandWorker:
     return queue.worker()
+
+
+@pytest.fixture(autouse=True)
+def _journal(queue: OneQueue) -> Iterator[None]:
+    """At the end of each test the journal has the same jobs as the queue."""
+    yield
+    by_journal = Replay().read_all(queue.entries())
+    assert set(by_journal.held) == held(queue)
+    assert {*by_journal.ready, *by_journal.active} == queue.state().jobs
+    assert {member.rpartition("@")[0] for member in by_journal.archived} == set(queue.state().dead)
 
 
 def verbs(queue: OneQueue, job_id: str) -> list[str]:
@@ -133,6 +145,15 @@ def test_a_dependency_that_has_ended_counts_at_once(queue: OneQueue, worker: Han
     store(queue, after("late", "z"), after("always", "z", when="ended"))
     assert set(queue.state().dead) == {"z", "late"}
     assert worker.turn(5) == ["always"]
+
+
+def test_a_dependency_without_a_record_ends_as_dropped(queue: OneQueue, worker: HandWorker) -> None:
+    store(queue, new_job(1, id="a"), after("b", "a"))
+    queue.redis.hdel(queue.key("jobs"), "a")
+    assert worker.turn(1) == []
+    assert queue.state().dead == ["b"]
+    dropped = [event for event in queue.journal_events() if event[0] in ("dropped", "unmet", "dead")]
+    assert dropped == [("dropped", "a"), ("unmet", "b"), ("dead", "b")]
 
 
 def test_an_unknown_dependency_is_refused_and_nothing_is_stored(queue: OneQueue, worker: HandWorker) -> None:

@@ -137,8 +137,8 @@ def _journal(evidence: Evidence) -> Iterator[str]:
             continue
         if replay.dropped:
             yield f"{queue.name}: {replay.dropped} ids were dropped"
-        if replay.ready or replay.active or replay.blocked:
-            yield f"{queue.name}: by the journal there are still {[*replay.ready, *replay.active, *replay.blocked][:5]}"
+        if left := [*replay.ready, *replay.held, *replay.active, *replay.blocked]:
+            yield f"{queue.name}: by the journal there are still {left[:5]}"
 
 
 def _ends_in_order(evidence: Evidence) -> Iterator[str]:

@@ -12,7 +12,7 @@ from forq.broker.keys import DEFAULT_PREFIX, fail_queue
 from forq.broker.link import Link
 from forq.broker.recovery import Outcome, Position, WorkerRecovery
 from forq.broker.registry import Registry
-from forq.errors import ForqError
+from forq.errors import ForqError, UnknownDependency
 from forq.settings import stored_defaults
 
 EXPIRY_MS = 600_000
@@ -78,6 +78,7 @@ class BusyQueue:
     def run(self, steps: int) -> None:
         actions = (
             [self.enqueue] * 5
+            + [self.enqueue_held] * 2
             + [self.turn] * 12
             + [self.lose, self.remove_or_cancel, self.beat, self.revive_or_discard, self.rescue]
         )
@@ -96,6 +97,25 @@ class BusyQueue:
             for number in chance.sample(range(self._ids), chance.randint(1, min(self._batch, self._ids)))
         ]
         self._producer.enqueue(jobs, chance.choice(UPDATES))
+
+    def enqueue_held(self) -> None:
+        """Stores some jobs in one call; each waits for some of the others, or for earlier ones."""
+        chance = self._chance
+        ids = [f"j{number}" for number in chance.sample(range(self._ids), min(self._ids, chance.randint(2, 5)))]
+        jobs = [
+            new_job(
+                {"n": 1},
+                id=job,
+                after=chance.sample(ids[:at], chance.randint(1, min(2, at))) if at else (),
+                when=chance.choice(("done", "ended", "dead")) if at else "done",
+                run_in=chance.choice((None, None, 0.002)),
+                options=chance.choice(OPTIONS),
+            )
+            for at, job in enumerate(ids)
+        ]
+        # Those that exist stay as they are, and the others wait for them. The first may be unknown.
+        with suppress(UnknownDependency):
+            self._producer.enqueue(jobs[chance.randint(0, 1) :], Update("skip"))
 
     def turn(self) -> None:
         """Settles some held jobs in order, returns the rest, and claims more."""

@@ -94,9 +94,11 @@ def frame_of(spark: SparkSession, folder: Path, histories: Sequence[Sequence[Eve
 
 
 def redis_state_at_end(
-    rows: Iterable[Event], held: dict[str, tuple[int, int, int, int]], locations: list[tuple[str, str, str, int | None]]
+    rows: Iterable[Event],
+    held: dict[str, tuple[int, int, int, int, int]],
+    locations: list[tuple[str, str, str, int | None]],
 ) -> RedisState:
-    """The state of Redis after the last of these rows. `held`: records, active, blocked, dead of each queue;
+    """The state of Redis after the last of these rows. `held`: records, held, active, blocked, dead of each queue;
     `locations`: (queue, job, location, fence)."""
     heads = {(row.queue): row for row in rows if row.hash is not None}
     queues = {
@@ -107,6 +109,7 @@ def redis_state_at_end(
             heads[queue].sequence,
             heads[queue].hash or "",
             *counts,
+            0,
             True,
             LATER_US,
             LATER_US,
@@ -146,6 +149,7 @@ def sample_history() -> tuple[list[WrittenEntry], RedisState]:
     _write_deleted_queue(journal)
     _write_release_queue(journal)
     _write_own_options(journal)
+    _write_held_jobs(journal)
     journal.create("q#fail")
     journal.create("q")
     write("q", "enqueued 0 a b c d e", actor="-")
@@ -270,6 +274,57 @@ def _write_own_options(journal: JournalWriter) -> None:
     write("done 413 og 5", actor="w7")
 
 
+def _write_held_jobs(journal: JournalWriter) -> None:
+    """Jobs that wait for others, with each `when`, and each way in which that ends."""
+
+    def write(*lines: str, actor: str = "-") -> None:
+        journal.write("flow", *lines, actor=actor)
+
+    journal.create("flow")
+    write("enqueued 0 fa fb fc fd", "held 0 fb done fa", "held 0 fc done fa fb", "held 0 fd dead fa fc")
+    write("claimed 501 1 fa", actor="w1")
+    write("options 0 fc r=3", "updated 0 fc", "held 0 fc done fa fb")
+    write("done 501 fa 5", "met 0 fb", "claimed 502 1 fb", actor="w1")
+    write("done 502 fb 5", "met 0 fc", "scheduled 0 fc 1000", "options 0 fc r=3,x=9000", actor="w1")
+    write("promoted 0 fc", "claimed 503 1 fc", actor="w1")
+    write("done 503 fc 5", "cancelled 0 fd", actor="w1")
+    # A death dooms those behind it, and lets the others go. What has ended before counts at once.
+    write(
+        "enqueued 0 ga gb gc gd ge",
+        "held 0 gb done ga",
+        "held 0 gc ended gb fa",
+        "held 0 gd dead gb",
+        "held 0 ge done gd",
+    )
+    write("claimed 504 1 ga", actor="w1")
+    write(
+        *("dead 504 ga 5 0 KeyError", "unmet 0 gb ga dead", "claimed 505 1 gb", "dead 505 gb - 0 DependencyFailed"),
+        *("met 0 gc", "met 0 gd", "claimed 505 1 gc gd"),
+        actor="w1",
+    )
+    write("enqueued 0 gf", "held 0 gf done fa", "met 0 gf")
+    write("done 505 gd 5", "met 0 ge", "cancelled 505 gc", actor="w1")
+    write("cancelled 0 ge gf")
+    # The ids are used again. A hold means the job of its time, or the enqueue that is blocked behind it.
+    write("enqueued 0 ha hb hc", "held 0 hb done ha")
+    write("claimed 506 1 ha hc", actor="w1")
+    write("blocked 0 ha", "blocked 0 hc")
+    write("enqueued 0 hd he hf", "held 0 hd done ha", "held 0 he done hc", "held 0 hf ended hc")
+    write(
+        "withdrawn 0 hc", "unmet 0 he hc cancelled", "claimed 507 1 he", "dead 507 he - 0 DependencyFailed", "met 0 hf"
+    )
+    write("done 506 ha 5", "unblocked 0 ha", "met 0 hb", "claimed 508 1 ha hb hf", actor="w1")
+    write("stalled 508 ha signal_9", "returned 0 ha hb hf", actor="p1")
+    write("claimed 509 2 ha", actor="w1")
+    write("done 509 ha 5", "met 0 hd", actor="w1")
+    write("cancelled 0 hb hd hf", "forgotten 507 he")
+    # A cancelled dependency, one that waits itself, and jobs that stay held.
+    write("enqueued 0 ia ib ic id ie", "held 0 ib done ia", "held 0 ic done id", "held 0 ie ended ic id")
+    write(
+        "cancelled 0 ia", "unmet 0 ib ia cancelled", "claimed 510 1 ib", "dead 510 ib - 0 DependencyFailed", actor="w1"
+    )
+
+
 def _held(entries: list[WrittenEntry]) -> RedisState:
     locations: list[tuple[str, str, str, int | None]] = [
         *(("q", job, "record", None) for job in "hjkli"),
@@ -282,6 +337,17 @@ def _held(entries: list[WrittenEntry]) -> RedisState:
         ("q#fail", "d:106", "active", 204),
         ("q#fail", "e:105", "dead", 203),
         ("r", "o", "dead", 304),
+        ("flow", "hc", "record", None),
+        ("flow", "hc", "active", 506),
+        ("flow", "id", "record", None),
+        *(("flow", job, location, None) for job in ("ic", "ie") for location in ("record", "held")),
+        *(("flow", job, "dead", fence) for job, fence in (("ga", 504), ("gb", 505), ("ib", 510))),
     ]
-    held = {"q": (5, 1, 1, 1), "q#fail": (2, 1, 0, 1), "r": (0, 0, 0, 1), "own": (0, 0, 0, 0)}
+    held = {
+        "q": (5, 0, 1, 1, 1),
+        "q#fail": (2, 0, 1, 0, 1),
+        "r": (0, 0, 0, 0, 1),
+        "own": (0, 0, 0, 0, 0),
+        "flow": (4, 2, 1, 0, 3),
+    }
     return redis_state_at_end(rows_of(entries), held, locations)

@@ -66,6 +66,28 @@ def test_the_cause_of_a_lifecycle_is_that_of_its_last_unsuccessful_attempt(spark
     ]
 
 
+def test_a_held_job_has_no_cause_and_a_dead_one_has_what_it_waited_for(spark: SparkSession) -> None:
+    journal = Journal("q")
+    journal.note(1, *(event("enqueued", job) for job in "abc"), event("held", "b", cause="done a x"))
+    journal.note(1, event("held", "c", cause="ended b"))
+    journal.note(2, event("updated", "b"), event("held", "b", cause="done a"))
+    journal.note(3, event("claimed", "a", fence=3, attempt=1))
+    journal.note(4, event("dead", "a", fence=3, cause="KeyError"), event("unmet", "b", cause="a dead"))
+    expected = [("a", "dead", "KeyError", None), ("b", "held", None, None), ("c", "held", None, None)]
+    columns = ("job", "state", "cause", "waited_for")
+    at_claim = Journal(
+        "q", notes=[(at, [one for one in noted if one["verb"] != "unmet"]) for at, noted in journal.notes]
+    )
+    assert some(lifecycles(spark, at_claim), *columns) == expected
+    journal.note(4, event("claimed", "b", fence=4, attempt=1), event("dead", "b", fence=4, cause="DependencyFailed"))
+    journal.note(5, event("met", "c"))
+    assert some(lifecycles(spark, journal), *columns) == [
+        ("a", "dead", "KeyError", None),
+        ("b", "dead", "DependencyFailed", ["a"]),
+        ("c", "ready", None, None),
+    ]
+
+
 def test_a_lifecycle_has_the_options_that_its_job_had_last(spark: SparkSession) -> None:
     journal = Journal("q")
     journal.note(1, *(event("enqueued", job) for job in "abc"), event("options", "a", cause="r=1"))

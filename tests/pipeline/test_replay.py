@@ -184,6 +184,29 @@ def test_jobs_that_cannot_be_replayed_are_listed_with_the_reason(
     assert queue.state().jobs == {"live", "fine"}
 
 
+def test_a_job_that_died_because_of_another_is_replayed_when_that_is_done(
+    queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """c waits for a, which is done before flows are used, and for b, which fails."""
+    queue.set_options(keep_done_ms=60_000)
+    queue.enqueue("a")
+    end_all(queue, well=True)
+    queue.producer.enqueue([new_job(1, id="b"), new_job({"n": "c"}, id="c", after=["a", "b"])])
+    end_all(queue, name="w2")
+    assert set(queue.state().dead) == {"b", "c"}
+    replays.ingest()
+    assert replays("job = 'c' and waited_for = array('a', 'b') and cause = 'DependencyFailed'") == 1
+    assert f"1 not replayed: {replay.NOT_MET}\n    q  c@" in capsys.readouterr().out
+    assert replays("state = 'dead'") == 1
+    assert queue.state().jobs == {"b"}
+    assert replays("state = 'dead'") == 1
+    end_all(queue, well=True, name="w3")
+    capsys.readouterr()
+    assert replays("state = 'dead'") == 0
+    assert capsys.readouterr().out == "1 of 2 replayed\n1 were replayed before\n"
+    assert unpack(queue.state().records["c"]).data == {"n": "c"}
+
+
 def test_jobs_of_deleted_queues_and_fail_jobs_are_not_replayed(
     redis_url: str, queue: OneQueue, replays: Replays, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -315,7 +338,8 @@ def test_an_unreachable_server_is_not_reported_as_a_wrong_predicate(
     end_all(queue)
     replays.ingest()
     lifecycles = job_lifecycles(spark, read_history(spark, str(tmp_path / "history")))
+    picked = replay.pick(lifecycles, "true")
     with pytest.raises(ForqError, match=r"the jobs cannot be picked: cannot .*nowhere") as raised:
-        replay.replay(lifecycles, Lookup("unix:///nowhere.sock", DEFAULT_PREFIX, None), dry_run=True)
+        replay.replay(picked, Lookup("unix:///nowhere.sock", DEFAULT_PREFIX, None), dry_run=True)
     assert raised.type is ForqError
     assert "\n" not in str(raised.value)

@@ -22,6 +22,7 @@ from forq.pipeline.report.figures import (
     OTHERS,
     SECOND,
     Figures,
+    Holds,
     Span,
     Times,
     heat_grid_of,
@@ -105,6 +106,40 @@ def test_the_wait_of_a_job_that_was_run_before_its_time_begins_then(spark: Spark
     journal.note(5 * SECOND, event("claimed", "a", fence=1, attempt=1))
     journal.note(6 * SECOND, event("done", "a", fence=1, micros=SECOND))
     assert figures_of(spark, journal).times == Times((3 * SECOND,) * 3, (SECOND,) * 3)
+
+
+def test_the_time_held_is_not_part_of_the_wait(spark: SparkSession) -> None:
+    """a is met at 4 s; b at 6 s, and due at 8 s; c is dead because of what it waited for; d stays held."""
+    journal, other = Journal("q"), Journal("other")
+    other.note(0, event("enqueued", "x"))
+    journal.note(
+        0, *(event("enqueued", job) for job in "abcd"), *(event("held", job, cause="done x") for job in "abcd")
+    )
+    journal.note(3 * SECOND, event("updated", "a"), event("held", "a", cause="done x"))
+    journal.note(4 * SECOND, event("met", "a"))
+    journal.note(5 * SECOND, event("claimed", "a", fence=1, attempt=1))
+    journal.note(6 * SECOND, event("met", "b"), event("scheduled", "b", due=8 * SECOND))
+    died = event("dead", "c", fence=2, cause="DependencyFailed", fail_job=False)
+    journal.note(7 * SECOND, event("unmet", "c", cause="x dead"), event("claimed", "c", fence=2, attempt=1), died)
+    journal.note(8 * SECOND, event("promoted", "b"))
+    journal.note(11 * SECOND, event("claimed", "b", fence=3, attempt=1))
+    figures = figures_of(spark, journal, other)
+    assert figures.times.wait == (SECOND, 3 * SECOND, 3 * SECOND)
+    assert figures.holds == Holds(4, 1, (6 * SECOND, 7 * SECOND, 7 * SECOND))
+    assert {queue.name: queue.holds for queue in figures.queues} == {"q": figures.holds, "other": Holds()}
+    assert [(one.verb, one.cause, one.count) for one in figures.causes] == [("dead", "DependencyFailed", 1)]
+    text = Outline(report_page("t", "", figures)).text
+    assert "median time held6.0 sp99 7.0 s; 1 of 4 still held" in text
+    assert "heldqueueenqueued" in text
+
+
+def test_the_page_of_a_history_without_held_jobs_does_not_mention_them(spark: SparkSession) -> None:
+    journal = Journal("q")
+    journal.note(0, event("enqueued", "a"), event("held", "a", cause="done x"))
+    journal.note(SECOND, event("cancelled", "a"))
+    figures = figures_of(spark, journal)
+    assert figures.holds == Holds(1, 0, (SECOND,) * 3)
+    assert "median time held" not in report_page("t", "", figures_of(spark, two_attempts()))
 
 
 def test_running_jobs_are_counted_in_the_buckets_in_which_they_run(spark: SparkSession) -> None:

@@ -192,6 +192,8 @@ def test_jobs_of_every_state_are_read(spark: SparkSession, queue: OneQueue) -> N
     worker.turn(want=1)
     queue.producer.enqueue([new_job({"ü": [1, None]}, id="w", identifier="who", type="t")])
     queue.producer.enqueue([new_job("x", id="s", run_at=2_000_000_000.5, max_retries=2, expires_in=1)])
+    queue.producer.enqueue([new_job(1, id="h", after="w", run_at=2_000_000_000.5, max_retries=2, expires_in=1)])
+    queue.producer.enqueue([new_job(2, id="i", after="h", expires_in=1)])
     queue.redis.hset(queue.key("jobs"), "broken", "?")
     rows = {row.id: row for row in read(spark, queue, what="jobs").collect()}
     assert {job_id: row.state for job_id, row in rows.items()} == {
@@ -199,13 +201,20 @@ def test_jobs_of_every_state_are_read(spark: SparkSession, queue: OneQueue) -> N
         "d": "dead",
         "w": "waiting",
         "s": "scheduled",
+        "h": "held",
+        "i": "held",
         "broken": "waiting",
     }
     assert (rows["a"].fence, rows["a"].priority) == (int(worker.fence), 2)
     assert (rows["w"].identifier, rows["w"].type, rows["w"].data) == ("who", "t", '{"ü":[1,null]}')
-    (run_at,) = read(spark, queue, what="jobs").where("id = 's'").selectExpr("unix_micros(run_at)").collect()[0]
-    assert run_at == 2_000_000_000_500_000
-    assert {job_id: row.options for job_id, row in rows.items() if row.options} == {"s": "r=2,x=2000000001500"}
+    timed = (
+        read(spark, queue, what="jobs").where("run_at is not null").selectExpr("id", "unix_micros(run_at)").collect()
+    )
+    assert dict(timed) == {"s": 2_000_000_000_500_000, "h": 2_000_000_000_500_000}
+    # The expiry of a held job begins when it is ready.
+    options = {"s": "r=2,x=2000000001500", "h": "r=2"}
+    assert {job_id: row.options for job_id, row in rows.items() if row.options} == options
+    assert (rows["h"].data, rows["i"].run_at) == ("1", None)
     assert rows["d"].error == '{"message":"no"}'
     assert rows["d"].died_at is not None
     assert abs(rows["d"].died_at.replace(tzinfo=UTC) - datetime.now(UTC)).total_seconds() < 600

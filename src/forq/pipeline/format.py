@@ -122,13 +122,13 @@ JOBS = StructType(
         StructField("id", _TEXT, nullable=False),
         StructField("identifier", _TEXT),
         StructField("type", _TEXT),
-        StructField("state", _TEXT, nullable=False),  # waiting, scheduled, active, retry, dead
+        StructField("state", _TEXT, nullable=False),  # waiting, scheduled, held, active, retry, dead
         StructField("priority", _INT),
         StructField("retry_count", _INT),
         StructField("stall_count", _INT),
         StructField("timeout_count", _INT),
         StructField("enqueued_at", _TIME),
-        StructField("run_at", _TIME),  # of scheduled
+        StructField("run_at", _TIME),  # of scheduled and held
         StructField("options", _TEXT),  # its own, packed (job_options.py); null if it has none
         StructField("data", _TEXT),  # JSON; null if the record is broken
         StructField("fence", _LONG),  # of active and dead

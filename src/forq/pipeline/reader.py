@@ -262,16 +262,21 @@ JOBS_PER_CALL = 1000
 
 def job_batches(journals: Journals, queue: str) -> Iterator[pa.RecordBatch]:
     base = queue_base(journals.prefix, queue)
-    for chunk in _scan(journals, f"{base}:jobs"):
+    seen: set[bytes] = set()
+    # Held jobs first: one that becomes ready meanwhile is not missed, and `seen` keeps it from being read twice.
+    for chunk in _scan(journals, f"{base}:held:jobs", seen):
+        holds = journals.link.call("HMGET", f"{base}:held", *chunk)
+        yield _job_batch([_held(queue, *found) for found in zip(chunk.keys(), chunk.values(), holds, strict=True)])
+    for chunk in _scan(journals, f"{base}:jobs", seen):
         yield _job_batch([_live(queue, *found) for found in _with_state(journals, base, chunk)])
-    for chunk in _scan(journals, f"{base}:dead:jobs"):
+    for chunk in _scan(journals, f"{base}:dead:jobs", set()):
         died = journals.link.call("ZMSCORE", f"{base}:dead", *chunk)
         yield _job_batch([_dead(queue, *found) for found in zip(chunk.keys(), chunk.values(), died, strict=True)])
 
 
-def _scan(journals: Journals, key: str) -> Iterator[dict[bytes, bytes]]:
-    """The fields of a hash, each once: HSCAN may return a field twice while the hash is resized."""
-    seen: set[bytes] = set()
+def _scan(journals: Journals, key: str, seen: set[bytes]) -> Iterator[dict[bytes, bytes]]:
+    """The fields of a hash that are not in `seen`, each once: HSCAN may return a field twice while the hash is resized.
+    Adds them to `seen`."""
     cursor = b"0"
     while True:
         cursor, flat = journals.link.call("HSCAN", key, cursor, "COUNT", JOBS_PER_CALL)
@@ -294,6 +299,16 @@ def _with_state(journals: Journals, base: str, records: dict[bytes, bytes]) -> I
         ]
     )
     return (found for found in zip(ids, present, owners, due, strict=True) if found[1] is not None)
+
+
+def _held(queue: str, job_id: bytes, packed: bytes, hold: bytes | None) -> dict[str, Any]:
+    row = {"queue": queue, "id": job_id.decode(), "state": "held", **_fields(packed)}
+    # Its expiry has not begun: the record has a duration, not a time.
+    own = [part for part in (row.get("options") or "").split(",") if part and not part.startswith("x=")]
+    row["options"] = ",".join(own) or None
+    # NONCE WHEN USE RUN_AT_MS …: 0 if it may run as soon as it is ready.
+    run_at_ms = int(hold.split(b" ")[3]) if hold else 0
+    return row | {"run_at": run_at_ms * 1000 or None}
 
 
 def _live(queue: str, job_id: bytes, packed: bytes, owner: bytes | None, due_ms: bytes | None) -> dict[str, Any]:

@@ -4,7 +4,8 @@
    several. A blocked job has no row until it is unblocked.
 2. `pick` applies the predicate to the lifecycles that ended as done, released or dead.
 3. `Lookup` finds the records of the picked jobs in Redis: the journal has no job data. Each job is READY, was replayed
-   ALREADY, or has a reason why it cannot be replayed.
+   ALREADY, or has a reason why it cannot be replayed. A job that died because of what it waited for is ready only when
+   all of that is done: by the history, or since then by Redis.
 4. Ready jobs are enqueued by the sink, with a token of queue, id and fence. So an interrupted replay can be repeated:
    while the queue remembers tokens (dedup_ttl) no job is enqueued twice. The dead jobs stay.
 """
@@ -48,6 +49,9 @@ _NOT_IN_LIFECYCLE = quoted(*verbs.NOT_IN_LIFECYCLE)
 # more useful.
 _BY_CLAIM = "verb = 'dead' and micros is null and cause in ('StallError', 'TimeoutError')"
 
+# What follows the job in `held` and `unmet` is no cause.
+_HAS_CAUSE = "cause is not null and verb not in ('held', 'unmet')"
+
 # `options` is about a job, but no step of its lifecycle.
 _IS_STEP = f"verb not in ({quoted(*verbs.NOTES)})"
 
@@ -56,11 +60,13 @@ select life.queue, life.epoch, life.job, life.number as life, life.enqueued_at,
   case when last_verb in ({_ENDS}) then last_verb
     when deletion.time is not null then 'deleted'
     when last_verb in ({quoted(*verbs.ACTIVE)}) then 'active'
+    when last_verb in ({quoted(*verbs.HELD)}) then 'held'
     else 'ready' end as state,
   last_verb as verb,
   case when last_verb in ({_ENDS}) then last_at else deletion.time end as ended_at,
   attempts, cause, micros, life.fence, nullif(options, '-') as options,
-  case when last_verb = 'dead' then coalesce(archived.fate, if(deletion.time is null, null, 'deleted')) end as fate
+  case when last_verb = 'dead' then coalesce(archived.fate, if(deletion.time is null, null, 'deleted')) end as fate,
+  if(was_unmet, slice(split(hold, ' '), 2, 2147483647), null) as waited_for
 from (
   select queue, epoch, job, number, min(time) as enqueued_at, max(time) as last_at,
     max_by(verb, struct(sequence, position)) filter (where {_IS_STEP}) as last_verb,
@@ -68,8 +74,9 @@ from (
     max(attempt) as attempts,
     max_by(micros, struct(sequence, position)) filter (where micros is not null) as micros,
     max_by(cause, struct(sequence, position)) filter (
-      where {_IS_STEP} and cause is not null and not ({_BY_CLAIM})
+      where {_IS_STEP} and {_HAS_CAUSE} and not ({_BY_CLAIM})
     ) as cause,
+    max_by(cause, struct(sequence, position)) filter (where verb = 'held') as hold, max(verb = 'unmet') as was_unmet,
     max_by(cause, struct(sequence, position)) filter (where not ({_IS_STEP})) as options
   from (
     select *, coalesce(sum(if(verb in ({_ENDS}), 1, 0)) over (
@@ -94,9 +101,11 @@ left join (
 
 def job_lifecycles(spark: SparkSession, events: DataFrame) -> DataFrame:
     """Columns: queue, epoch, job, life (from 0), enqueued_at, state, verb (the last), ended_at, attempts, cause (of the
-    last attempt that did not succeed), micros (of the last measured attempt), fence, options (packed), fate.
+    last attempt that did not succeed), micros (of the last measured attempt), fence, options (packed), fate, waited_for
+    (of a job that died because of a dependency: the ids of those that had not ended when it was last updated).
 
-    state: ready, active, done, released, dead, cancelled, dropped (its record was lost) or deleted (with its queue).
+    state: held, ready, active, done, released, dead, cancelled, dropped (its record was lost) or deleted (with its
+    queue).
     fate of a dead job: revived, discarded, forgotten or deleted; null while it is kept.
     """
     return spark.sql(_LIFECYCLES, events=events)
@@ -127,6 +136,10 @@ NOT_DEAD = "it is no longer a dead job"
 IS_LIVE = "a live job has its id"
 BROKEN = "its record is broken"
 NO_QUEUE = "its queue does not exist any more"
+NOT_MET = (
+    "it died because of a job for which it waited, and not all of those are done: replay them first, and this one when "
+    "they are done"
+)
 NOT_IN_MODE = "it has options of its own, which need a queue of mode work"
 
 
@@ -139,7 +152,7 @@ class Lookup:
     to: str | None
 
     def __call__(self, rows: Iterable[Row]) -> Iterator[tuple[Any, ...]]:
-        """Maps rows of queue, job, fence, state and fate to rows of LOOKED_UP."""
+        """Maps rows of queue, job, fence, state, fate and undone to rows of LOOKED_UP."""
         link = Link(self.redis, name="forq-replay")
         walk = iter(rows)
         try:
@@ -186,8 +199,29 @@ class Lookup:
                 row["outcome"] = ALREADY
             elif record is not None:
                 row.update(_with_data(record) if not is_live else {"outcome": IS_LIVE})
-                if mode.decode() != WORK and any(row.get(name) is not None for name in OWN_OPTIONS):
+                if row["outcome"] == READY and not self._are_done(link, row):
+                    row["outcome"] = NOT_MET
+                elif mode.decode() != WORK and any(row.get(name) is not None for name in OWN_OPTIONS):
                     row["outcome"] = NOT_IN_MODE
+
+    def _are_done(self, link: Link, row: dict[str, Any]) -> bool:
+        """Whether what it waited for has been done since the history was read: in its queue, or where it was replayed
+        to."""
+        undone = set(row["undone"] or ())
+        for queue in dict.fromkeys((row["queue"], row["target"])):
+            if undone:
+                names, base = sorted(undone), queue_base(self.prefix, queue)
+                found = link.pipeline([("HMGET", f"{base}:{hash_}", *names) for hash_ in _WHERE_ENDS_ARE])
+                undone -= {name for name, *ends in zip(names, *found, strict=True) if _is_done(*ends)}
+        return not undone
+
+
+# `ends` is newer than `ends:old`.
+_WHERE_ENDS_ARE = ("jobs", "held", "ends", "ends:old")
+
+
+def _is_done(live: bytes | None, held: bytes | None, how: bytes | None, how_before: bytes | None) -> bool:
+    return live is held is None and (how or how_before or b"").decode() in verbs.SUCCEEDED
 
 
 def token_for(queue: str, job: str, fence: int) -> str:
@@ -251,7 +285,7 @@ def add_arguments(parser: ArgumentParser) -> None:
         metavar="SQL",
         required=True,
         help="predicate over queue, job, state (done, released, dead), fate, enqueued_at, ended_at, attempts, "
-        "cause, micros, fence, options, epoch: \"queue = 'emails' and ended_at >= '2026-11-16'\"",
+        "cause, micros, fence, options, waited_for, epoch: \"queue = 'emails' and ended_at >= '2026-11-16'\"",
     )
     parser.add_argument("--to", metavar="QUEUE", help="enqueue all jobs in this queue (default: each in its own)")
     parser.add_argument("--dry-run", action="store_true", help="show what would be replayed; change nothing")
@@ -273,10 +307,12 @@ def run(args: Namespace) -> int:
     events.createOrReplaceTempView("events")
     lifecycles = job_lifecycles(spark, events)
     lifecycles.createOrReplaceTempView("jobs")
+    # Most histories have none; the rest would read the history again.
+    picked = pick(lifecycles, args.where, unmet=not events.where("verb = 'unmet'").isEmpty())
     # Errors are reported once, below, and not by every task with its stack.
     spark.sparkContext.setLogLevel("OFF")
     try:
-        result = replay(pick(lifecycles, args.where), lookup, dry_run=args.dry_run, progress=progress)
+        result = replay(picked, lookup, dry_run=args.dry_run, progress=progress)
     finally:
         spark.sparkContext.setLogLevel("ERROR")
         progress.clear()
@@ -284,13 +320,24 @@ def run(args: Namespace) -> int:
     return 1 if result.reasons else 0
 
 
-def pick(lifecycles: DataFrame, where: str) -> DataFrame:
-    """The done, released and dead lifecycles for which the predicate is true."""
+def pick(lifecycles: DataFrame, where: str, *, unmet: bool = True) -> DataFrame:
+    """The done, released and dead lifecycles for which the predicate is true. `undone`: those of `waited_for` whose
+    last life is not done. `unmet`: whether some lifecycles have waited for others in vain."""
     ended = lifecycles.where("state in ('done', 'released', 'dead')")
     try:
-        return ended.where(where)
+        picked = ended.where(where)
     except PySparkException as exc:
         raise UsageError(f"--where is not a valid predicate: {_first_line(exc)}") from exc
+    if not unmet:
+        return picked.withColumn("undone", F.lit(None).cast("array<string>"))
+    life = ("queue", "epoch", "job", "life")
+    waited = picked.select(*life, F.explode("waited_for").alias("dependency"))
+    last = lifecycles.groupBy("queue", "epoch", F.col("job").alias("dependency")).agg(
+        F.max_by("state", "life").alias("last_state")
+    )
+    is_done = F.coalesce(F.col("last_state").isin(*verbs.SUCCEEDED), F.lit(False))
+    undone = waited.join(last, ["queue", "epoch", "dependency"], "left").where(~is_done)
+    return picked.join(undone.groupBy(*life).agg(F.collect_list("dependency").alias("undone")), list(life), "left")
 
 
 def replay(picked: DataFrame, lookup: Lookup, *, dry_run: bool, progress: ProgressLine | None = None) -> ReplayResult:
@@ -324,7 +371,7 @@ def replay(picked: DataFrame, lookup: Lookup, *, dry_run: bool, progress: Progre
 
 def _look_up(picked: DataFrame, lookup: Lookup) -> DataFrame:
     # Through an RDD: Spark's batch functions of DataFrames all need pandas.
-    rows = picked.select("queue", "job", "fence", "state", "fate").rdd.mapPartitions(lookup)
+    rows = picked.select("queue", "job", "fence", "state", "fate", "undone").rdd.mapPartitions(lookup)
     found = picked.sparkSession.createDataFrame(rows, LOOKED_UP)
     can_be = F.col("outcome").isin(READY, ALREADY)
     # Only the newest lifecycle per job id can be replayed.

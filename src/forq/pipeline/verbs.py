@@ -5,7 +5,7 @@ fence (the job was active), `fail_job_added` is the creation of a fail job (`fai
 
 The audit follows three paths:
 
-1. The **lifecycle** of a job: ready, active, gone. AFTER has the allowed order of its steps.
+1. The **lifecycle** of a job: held, ready, active, gone. AFTER has the allowed order of its steps.
 2. The job **blocked** behind an active job of the same id.
 3. The **archive**: a dead job, as (job, fence), until it is revived, discarded or forgotten.
 """
@@ -30,14 +30,21 @@ READY: Final = (
     "snoozed",
     "returned",
     "revived",
+    "met",
+    "unmet",
 )
+HELD: Final = ("held",)
 ACTIVE: Final = ("claimed", "marked", *LOSSES)
 GONE: Final = ("done", "released", "cancelled", "cancelled_run", "dead", "dropped")
-LIFECYCLE: Final = (*READY, *ACTIVE, *GONE)
+PRESENT: Final = (*READY, *HELD, *ACTIVE)
+LIFECYCLE: Final = (*PRESENT, *GONE)
 
 STARTS: Final = ("enqueued", "fail_job_added", "unblocked", "revived")
 # The steps that end a run. From its claim until then a worker holds the job.
 RUN_ENDS: Final = ("done", "released", "retried", "snoozed", "dead", "cancelled_run", "returned")
+
+# `unmet` makes a job ready only for the claim that moves it to dead.
+_WAITS: Final = (*(step for step in READY if step != "unmet"), *HELD)
 
 # Step -> the steps of the lifecycle that may precede it.
 AFTER: Final[dict[str, tuple[str, ...]]] = {
@@ -45,8 +52,12 @@ AFTER: Final[dict[str, tuple[str, ...]]] = {
     "fail_job_added": (BEGINNING,),
     "revived": GONE,
     "unblocked": ("done", "released", "dead", "cancelled_run"),
-    "updated": READY,
-    "scheduled": ("enqueued", "updated", "unblocked", "retried", "snoozed", "returned"),
+    # An update of a held job is followed by `held`: see rule `dependencies`.
+    "updated": _WAITS,
+    "held": ("enqueued", "updated"),
+    "met": HELD,
+    "unmet": HELD,
+    "scheduled": ("enqueued", "updated", "unblocked", "retried", "snoozed", "returned", "met"),
     # Updating a job that stays scheduled writes `scheduled` again.
     "promoted": ("scheduled",),
     # A scheduled job is promoted first.
@@ -63,7 +74,7 @@ AFTER: Final[dict[str, tuple[str, ...]]] = {
     "released": ("claimed", "marked"),
     "dead": ("claimed",),
     "cancelled_run": ("claimed", "marked"),
-    "cancelled": READY,
+    "cancelled": _WAITS,
     # Dropping the hint of an ended job is allowed. If the job was present, its record was lost: see rule `states`.
     "dropped": (BEGINNING, *LIFECYCLE),
 }
@@ -72,6 +83,8 @@ AFTER: Final[dict[str, tuple[str, ...]]] = {
 IN_ONE_ENTRY: Final = (
     *((before, "scheduled") for before in AFTER["scheduled"]),
     *((before, "unblocked") for before in AFTER["unblocked"]),
+    *((before, "held") for before in AFTER["held"]),
+    ("unmet", "claimed"),
     *((loss, "returned") for loss in LOSSES),
 )
 
@@ -81,6 +94,9 @@ FENCED: Final = ("marked", *LOSSES, "retried", "snoozed", "done", "released", "d
 UNFENCED: Final = (
     "enqueued",
     "updated",
+    "held",
+    "met",
+    "unmet",
     "scheduled",
     "promoted",
     "blocked",
@@ -107,6 +123,17 @@ NOT_WHILE_BLOCKED: Final = tuple(
 )
 MERGED_BEFORE: Final = ("retried", "snoozed", "returned")
 
+# How the dependants of a job that has ended so are told: the HOW of `unmet`.
+ENDED_AS: Final = {
+    "done": "done",
+    "released": "released",
+    "dead": "dead",
+    "cancelled": "cancelled",
+    "cancelled_run": "cancelled",
+    "withdrawn": "cancelled",
+    "dropped": "dropped",
+}
+
 ARCHIVE: Final = ("dead", "failing", "revived", "discarded", "forgotten")
 ARCHIVE_ENDS: Final = ("revived", "discarded", "forgotten")
 
@@ -114,7 +141,7 @@ ARCHIVE_ENDS: Final = ("revived", "discarded", "forgotten")
 NOTES: Final = ("options",)
 
 # Steps after which a job may be claimed at once.
-READY_AT_ONCE: Final = ("enqueued", "unblocked", "returned", "retried", "snoozed", "revived")
+READY_AT_ONCE: Final = ("enqueued", "unblocked", "returned", "retried", "snoozed", "revived", "met")
 # Verbs that end a lifecycle.
 ENDS: Final = journal.ENDS
 SUCCEEDED: Final = ("done", "released")

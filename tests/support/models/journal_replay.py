@@ -25,13 +25,16 @@ class Dependency:
 
 @dataclass
 class Hold:
+    """`others`: it also waits for batches or jobs of other queues, of which this journal knows nothing."""
+
     when: str
     dependencies: list[Dependency] = field(default_factory=list)
+    others: bool = False
 
     def may_run(self) -> bool:
         hows = [each.how for each in self.dependencies]
         if self.when == "dead":
-            return "dead" in hows or "?" in hows
+            return "dead" in hows or "?" in hows or self.others
         return all(how in (("done", "released", "?") if self.when == "done" else (how or "",)) for how in hows)
 
 
@@ -154,11 +157,12 @@ class Replay:
 
     def _held(self, event: Event, job: str) -> None:
         when, *names = (event.cause or "").split(" ")
+        when, others = when.removesuffix("+"), when.endswith("+")
         self._has_held = True
-        self._demand(event, len(set(names)) == len(names) > 0)
+        self._demand(event, len(set(names)) == len(names) and (names != [] or others or job in self._to_come))
         if self._to_come.pop(job, None) is None:
             self._demand(event, job in self._stored and self.ready.pop(job, 0) is None)
-            self.held[job] = Hold(when, [Dependency(name) for name in names])
+            self.held[job] = Hold(when, [Dependency(name) for name in names], others)
             return
         # Those that have ended may be listed still, until pulse has told this job.
         hold, listed = self.held[job], set(names)
@@ -206,9 +210,12 @@ class Replay:
 
     def _unmet(self, event: Event, job: str) -> None:
         name, how = (event.cause or " ").split(" ")
-        self._demand(event, job in self.held and self.held[job].when == "done" and how not in ("done", "released"))
+        self._demand(event, job in self.held and how not in ("done", "released"))
         known = {each.name: each.how for each in self.held[job].dependencies}
-        self._demand(event, known.get(name) in (how, "?"))
+        if name == "-":
+            self._demand(event, self.held[job].others)
+        else:
+            self._demand(event, self.held[job].when == "done" and known.get(name) in (how, "?"))
         del self.held[job]
         self.ready[job] = None
         self._to_come[job] = ("claimed",)

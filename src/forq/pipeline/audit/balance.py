@@ -24,7 +24,7 @@ _JOB = (*_EPOCH, "job")
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """Numbers of jobs of one queue and epoch. The last four are those present at the end."""
+    """Numbers of jobs of one queue and epoch. The last five are those present at the end."""
 
     added: int = 0
     done: int = 0
@@ -33,6 +33,7 @@ class Sums:
     dead: int = 0
     lost: int = 0
     ready: int = 0
+    held: int = 0
     active: int = 0
     blocked: int = 0
     archived: int = 0
@@ -43,7 +44,7 @@ class Sums:
 
     @property
     def present(self) -> int:
-        return self.ready + self.active
+        return self.ready + self.held + self.active
 
 
 def key_of(what: Epoch | Hole | QueueState) -> Key:
@@ -105,6 +106,7 @@ def sums_of(transitions: DataFrame, archive: DataFrame) -> dict[Key, Sums]:
         "dead": step == "dead",
         "lost": (step == "dropped") & F.col("existed"),
         "ready": last & F.col("ready"),
+        "held": last & F.col("held"),
         "active": last & F.col("running"),
         "blocked": last & F.col("has_blocked"),
     }
@@ -137,10 +139,10 @@ def fail_jobs_at_deletion(transitions: DataFrame, epochs: Sequence[Epoch]) -> di
         transitions.join(F.broadcast(deleted), list(_EPOCH))
         .where(F.col("time") <= F.col("moment"))
         .groupBy("history", "queue", "parent")
-        .agg(F.sum(change).alias("held"))
+        .agg(F.sum(change).alias("kept"))
         .collect()
     )
-    return {(row.history, main_queue(row.queue), row.parent): row.held for row in rows}
+    return {(row.history, main_queue(row.queue), row.parent): row.kept for row in rows}
 
 
 def balance_findings(
@@ -190,6 +192,7 @@ def _at_deletion(key: Key, held: Sums, deleted: int, fail_jobs: int) -> Iterator
 def _against_redis(key: Key, held: Sums, queue_state: QueueState) -> Iterator[Finding]:
     pairs = {
         "live jobs": (held.present, queue_state.records),
+        "held jobs": (held.held, queue_state.held),
         "active jobs": (held.active, queue_state.active),
         "blocked jobs": (held.blocked, queue_state.blocked),
         "dead jobs": (held.archived, queue_state.dead),
@@ -227,22 +230,22 @@ def location_findings(
 
 
 def _live_location_findings(transitions: DataFrame, locations: DataFrame, queues: DataFrame) -> DataFrame:
-    ended = transitions.where("last").select(*_JOB, "sequence", "time", "ready", "due", "running", "run", "has_blocked")
-    held = locations.where("location != 'dead'").groupBy(*_JOB)
-    held_at = held.agg(
-        *(
-            F.count_if(F.col("location") == location).alias(location)
-            for location in ("record", "active", "scheduled", "blocked")
-        ),
+    by_journal, in_redis = ("ready", "due", "held", "running", "has_blocked"), ("active", "scheduled", "blocked")
+    ended = transitions.where("last").select(*_JOB, "sequence", "time", "run", *by_journal)
+    there = locations.where("location != 'dead'").groupBy(*_JOB)
+    found_at = there.agg(
+        *(F.count_if(F.col("location") == location).alias(location) for location in ("record", *in_redis)),
+        F.count_if(F.col("location") == "held").alias("hold"),
         F.max("fence").alias("owner"),
     )
-    both = ended.join(held_at, list(_JOB), "full").join(queues, list(_EPOCH))
+    both = ended.join(found_at, list(_JOB), "full").join(queues, list(_EPOCH))
     unchanged = both.where(F.coalesce("time", F.lit(0)) < F.col("read_from"))
-    for column in ("ready", "due", "running", "has_blocked"):
+    unchanged = unchanged.withColumn("twice", F.coalesce(F.col("record") > 1, F.lit(False)))
+    for column in by_journal:
         unchanged = unchanged.withColumn(column, F.coalesce(column, F.lit(False)))
-    for column in ("record", "active", "scheduled", "blocked"):
+    for column in ("record", "hold", *in_redis):
         unchanged = unchanged.withColumn(column, F.coalesce(F.col(column) > 0, F.lit(False)))
-    present = F.col("ready") | F.col("running")
+    present = F.col("ready") | F.col("held") | F.col("running")
     kept = present & F.col("record")
     conservation = [
         (present & ~F.col("record"), text("present according to the journal, but Redis has no record")),
@@ -252,6 +255,9 @@ def _live_location_findings(transitions: DataFrame, locations: DataFrame, queues
         (F.col("active") & F.col("scheduled"), text("both active and scheduled in Redis")),
         (~F.col("record") & F.col("active"), text("active in Redis, without a record")),
         (~F.col("record") & F.col("scheduled"), text("scheduled in Redis, without a record")),
+        (~F.col("record") & F.col("hold"), text("held in Redis, without a record")),
+        (F.col("twice"), text("both held and live in Redis")),
+        (kept & (F.col("held") != F.col("hold")), text("held in only one of journal and Redis")),
         (F.col("blocked") & ~F.col("active"), text("a job is blocked behind it in Redis, but it is not active")),
         (kept & (F.col("running") != F.col("active")), text("active in only one of journal and Redis")),
         (

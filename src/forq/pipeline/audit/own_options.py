@@ -12,7 +12,8 @@ The rule uses only what the journal proves:
 - The retry lane allows retries beyond the job's own, and the journal does not have `retry_lane_retries`. But only
   workers of the main lane claim jobs that were never claimed before, and the lane of a worker never changes. So a
   worker that has claimed a new job claims no job from the retry lane.
-- A claim with `dead` in the same entry has started nothing.
+- A claim with `dead` in the same entry has started nothing. If `unmet` precedes it, any script may have made it, also
+  in the turn of a worker of the retry lane.
 """
 
 from datetime import UTC, datetime
@@ -56,7 +57,7 @@ def steps_with_options(steps: DataFrame) -> DataFrame:
 
 def option_findings(steps: DataFrame) -> DataFrame:
     step, packed, expires_ms = F.col("step"), F.col("cause"), _number("x")
-    is_set = _beside("before", (*verbs.STARTS, "scheduled")) | _beside("after", verbs.MAY_RESET)
+    is_set = _beside("before", (*verbs.STARTS, "met", "scheduled")) | _beside("after", verbs.MAY_RESET)
     expired = expires_ms <= F.floor(F.col("time") / 1000)
     checks = [
         ((step == "options") & (packed != NONE) & ~packed.rlike(PACKED), text("malformed options: ", packed)),
@@ -83,7 +84,9 @@ def retry_findings(claims: DataFrame, steps: DataFrame) -> DataFrame:
     """Those of `claims_beyond_max_retries` that were made in the main lane."""
     step = F.col("step")
     in_order = Window.partitionBy(*JOB, "segment").orderBy("sequence", "position")
-    origins = steps.where(step.isin("claimed", *verbs.STARTS)).withColumn("origin", F.lag("step").over(in_order))
+    origins = steps.where(step.isin("claimed", "unmet", *verbs.STARTS)).withColumn(
+        "origin", F.lag("step").over(in_order)
+    )
     of_main_lane = origins.where((step == "claimed") & F.col("origin").isin(*verbs.STARTS)).select(*_WORKER).distinct()
     message = text(
         "claimed in the main lane after ", F.col("retries"), " retries; its own max_retries is ", _number("r")

@@ -15,8 +15,11 @@ from forq.broker.link import Link
 from forq.broker.registry import Registry
 
 _CHUNK = 1000
+# Commands per queue in `_count`.
+_ANSWERS = 9
 
-# One row per job and location (record, active, scheduled, blocked, dead). `fence`: only of active and dead.
+# One row per job and location (record, held, active, scheduled, blocked, dead). `record`: of live and held jobs; a job
+# with both has two rows. `fence`: only of active and dead.
 LOCATIONS = pa.schema(
     [
         pa.field("history", pa.int32(), nullable=False),
@@ -32,7 +35,8 @@ JobLocation = tuple[int, str, int, str, str, int | None]
 
 @dataclass(frozen=True, slots=True)
 class QueueState:
-    """One queue. `ids_read_from_us`: when reading its ids began; `counted_us`: when its counts were read."""
+    """One queue. `records`: of live and held jobs. `resolving`: ended jobs whose dependants pulse has yet to tell.
+    `ids_read_from_us`: when reading its ids began; `counted_us`: when its counts were read."""
 
     history: int
     queue: str
@@ -40,9 +44,11 @@ class QueueState:
     sequence: int
     hash: str
     records: int
+    held: int
     active: int
     blocked: int
     dead: int
+    resolving: int
     journal_on: bool
     ids_read_from_us: int
     counted_us: int
@@ -84,25 +90,28 @@ def _count(link: Link, prefix: str, queues: Iterable[str], ids_read_from_us: int
         commands += [
             ("HMGET", f"{base}:options", "epoch", "journal"),
             ("HMGET", f"{base}:counts", "journal_sequence", "journal_hash"),
-            *(("HLEN", f"{base}:{hash_}") for hash_ in ("jobs", "active", "blocked")),
+            *(("HLEN", f"{base}:{hash_}") for hash_ in ("jobs", "held:jobs", "held", "active", "blocked")),
             ("ZCARD", f"{base}:dead"),
+            ("LLEN", f"{base}:resolving"),
         ]
     time, *answers = link.pipeline([*commands, ("EXEC",)], at=base)[-1]
     states = []
     for number, queue in enumerate(queues):
-        (epoch, journal), (sequence, hash_), *lengths = answers[6 * number : 6 * number + 6]
+        (epoch, journal), (sequence, hash_), *lengths = answers[_ANSWERS * number : _ANSWERS * (number + 1)]
         if epoch is not None:
-            records, active, blocked, dead = lengths
+            live, held_records, held, active, blocked, dead, resolving = lengths
             state = QueueState(
                 history=0,
                 queue=queue,
                 epoch=int(epoch),
                 sequence=int(sequence or 0),
                 hash=(hash_ or b"").decode(),
-                records=records,
+                records=live + held_records,
+                held=held,
                 active=active,
                 blocked=blocked,
                 dead=dead,
+                resolving=resolving,
                 journal_on=journal == b"1",
                 ids_read_from_us=ids_read_from_us,
                 counted_us=_time_us(time),
@@ -113,7 +122,7 @@ def _count(link: Link, prefix: str, queues: Iterable[str], ids_read_from_us: int
 
 def _job_locations(link: Link, base: str) -> Iterator[tuple[str, str, int | None]]:
     """(job, location, fence), without duplicates."""
-    for name, location in (("jobs", "record"), ("blocked", "blocked")):
+    for name, location in (("jobs", "record"), ("held:jobs", "record"), ("held", "held"), ("blocked", "blocked")):
         for job in _scan(link, "HSCAN", f"{base}:{name}"):
             yield job, location, None
     for job in _scan(link, "ZSCAN", f"{base}:scheduled"):

@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from forq.broker.keys import main_queue
 from forq.broker.link import Link
 from forq.errors import RedisUnavailable, UnknownQueue, UsageError
-from forq.pipeline.audit import balance, chain, own_options, transitions
+from forq.pipeline.audit import balance, chain, dependencies, own_options, transitions
 from forq.pipeline.audit.findings import GAP, VIOLATION, Finding, Verdict, to_finding
 from forq.pipeline.audit.redis_state import RedisState, locations_table, read_redis_state
 from forq.pipeline.audit.transitions import steps_of
@@ -42,6 +42,7 @@ RULES = {
     "overlap": "no two runs of the same job id overlap",
     "fail_jobs": "every permanent failure of a queue with a fail handler has its fail job",
     "states": "no record is lost, and no job is in two states",
+    "dependencies": "held jobs become ready, or dead, when the jobs for which they wait have ended, and not before",
     "options": "no job starts after its own expiry, or in the main lane after its own max_retries",
 }
 # Most of an audit is not startup: the optimizing compiler pays off, and so does memory for the cached frames.
@@ -95,6 +96,7 @@ class Auditor:
             self._check_transitions()
             self._check_overlap()
             self._check_balance()
+            self._check_dependencies()
             self._check_options()
         finally:
             for frame in self._cached:
@@ -149,6 +151,20 @@ class Auditor:
                 held = (locations, self._epochs, self._holes, self._redis_state)
                 self._add_frame(balance.location_findings(self._lives, self._archive, *held))
                 self._verdicts["states"].checked += len(self._redis_state.locations)
+
+    def _check_dependencies(self) -> None:
+        with self._timed("dependencies"):
+            # Most histories have none; the rest would read the whole history again.
+            checked = self._lives.where("step = 'held'").count()
+            self._verdicts["dependencies"].checked = checked
+            if not checked:
+                return
+            held = self._cache(dependencies.steps_of_held(self._steps))
+            bound = dependencies.bound_dependencies(held, self._steps)
+            decided = self._cache(dependencies.decisions(held, bound))
+            self._add_frame(dependencies.held_findings(held))
+            ends = (self._epochs, self._holes, self._redis_state)
+            self._add_frame(dependencies.dependency_findings(decided, *ends))
 
     def _check_options(self) -> None:
         with self._timed("options"):
@@ -367,18 +383,19 @@ def _events_of(found: Finding, shown_events: dict[tuple[Any, ...], list[str]]) -
 
 
 def _event(row: Any) -> str:
+    about = row.cause or ""
+    # The verb names this value already.
+    told = {"options": own_options.show_options, "held": dependencies.show_hold, "unmet": dependencies.show_unmet}
     details = {
         "fence": row.fence or None,
         "attempt": row.attempt,
         "micros": row.micros,
-        "cause": None if row.verb == "options" else row.cause,
-        "options": own_options.show_options(row.cause or "") if row.verb == "options" else None,
+        "cause": None if row.verb in told else row.cause,
+        "": told[row.verb](about) if row.verb in told else None,
         "fail_job": row.fail_job,
         "due": row.due,
     }
-    # The verb `options` names its value already.
-    shown = {name: value for name, value in details.items() if value is not None}
-    parts = [value if name == "options" else f"{name} {value}" for name, value in shown.items()]
+    parts = [f"{name} {value}".lstrip() for name, value in details.items() if value is not None]
     return " ".join(
         [row.time.isoformat(), f"{row.sequence}.{row.position}", row.verb, row.job or "", *parts, row.actor]
     )

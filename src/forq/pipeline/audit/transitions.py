@@ -123,8 +123,8 @@ def _spans(spark: SparkSession, epochs: Sequence[Epoch]) -> DataFrame:
 def transitions_of(steps: DataFrame) -> DataFrame:
     """One row per step, with `wrong` (one bit per check of `_wrong`) and the job's state after it:
 
-    `ready`, `due` (scheduled), `running`, `has_blocked` (a job is blocked behind it). `existed`: the job was ready or
-    active before the step. `run`: fence of the run. `last`: last step of the job.
+    `ready`, `due` (scheduled), `held`, `running`, `has_blocked` (a job is blocked behind it). `existed`: the job was
+    ready, held or active before the step. `run`: fence of the run. `last`: last step of the job.
     """
     seen = _with_previous_steps(steps)
     step = F.col("step")
@@ -135,9 +135,10 @@ def transitions_of(steps: DataFrame) -> DataFrame:
         *("sequence", "position", "time", "step", "fence", "last"),
         _state_after(verbs.READY).alias("ready"),
         _state_after(("scheduled",)).alias("due"),
+        _state_after(verbs.HELD).alias("held"),
         _state_after(verbs.ACTIVE).alias("running"),
         _blocked_after().alias("has_blocked"),
-        F.coalesce(F.col("before.step").isin(*verbs.READY, *verbs.ACTIVE), F.lit(False)).alias("existed"),
+        F.coalesce(F.col("before.step").isin(*verbs.PRESENT), F.lit(False)).alias("existed"),
         run.alias("run"),
         # One number: texts are built only for rows with a violation.
         reduce(Column.bitwiseOR, (F.when(test, 1 << bit).otherwise(0) for bit, test in enumerate(_wrong()))).alias(
@@ -212,7 +213,7 @@ def _wrong() -> list[Column]:
     step, fence, known = F.col("step"), F.col("fence"), _known()
     pair = F.concat_ws(">", F.coalesce("before.step", F.lit(verbs.BEGINNING)), step)
     allowed = pair.isin(*verbs.pairs())
-    existed = F.col("before.step").isin(*verbs.READY, *verbs.ACTIVE)
+    existed = F.col("before.step").isin(*verbs.PRESENT)
     return [
         (step == "dropped") & known & existed,
         step.isin(*verbs.LIFECYCLE) & known & ~allowed,

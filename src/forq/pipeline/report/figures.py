@@ -2,7 +2,8 @@
 
 1. `Span` and `HeatGrid` divide the report's period into buckets for charts and cells for the heat map, in UTC.
 2. `attempts` has one row per claim, with wait, outcome and run time. It is cached: most figures aggregate it.
-3. `Figures` has one series per chart, by time bucket and queue. The busiest queues have names, the others are OTHERS.
+3. `holds` has one row per time for which a job was held. That is not part of its wait.
+4. `Figures` has one series per chart, by time bucket and queue. The busiest queues have names, the others are OTHERS.
 """
 
 from collections import defaultdict
@@ -174,10 +175,20 @@ class Times:
 
 
 @dataclass(frozen=True, slots=True)
+class Holds:
+    """Jobs that were held. `at_end`: those still held at the end. `times`: of the others, p50, p90 and p99."""
+
+    jobs: int = 0
+    at_end: int = 0
+    times: Percentiles = NO_PERCENTILES
+
+
+@dataclass(frozen=True, slots=True)
 class QueueFigures:
     name: str
     verbs: dict[str, int]
     times: Times
+    holds: Holds
     busy_us: int
     peak: int | None  # None: not one of the busiest
 
@@ -213,6 +224,7 @@ class Figures:
     names: list[str]
     queues: list[QueueFigures]
     times: Times = Times()
+    holds: Holds = Holds()
     peak: int = 0
     done: dict[str, list[int]] = field(default_factory=dict)
     enqueued: list[int] = field(default_factory=list)
@@ -236,18 +248,19 @@ _SUCCEEDED, _FAILED = quoted(*verbs.SUCCEEDED), quoted(*verbs.FAILED)
 # `ready_us`: time of the event that made the job ready, or its due time. `promoted` counts only if the event before it
 # is not in the report's period, or if a user ran the job before its time. A worker runs the jobs that it settles in one
 # entry one after the other: `until_us` is the end of a run, assuming that the later ones followed without a pause.
+# A claim that moves a job to dead because of `unmet` ends no wait.
 STEPS_SQL = f"""
 select queue, epoch, verb, us, until_us, job, fence, attempt,
   lead(verb) over life as next_verb, lead(us) over life as next_us, lead(until_us) over life as next_until_us,
   lead(micros) over life as next_micros,
   lead(cause) over life as next_cause, lag(verb) over life as previous_verb, micros, cause,
-  if(lag(verb) over life = 'promoted',
-    least(last_value(ready_us) ignore nulls over before, lag(us) over life),
-    coalesce(
+  case lag(verb) over life
+    when 'unmet' then null
+    when 'promoted' then least(last_value(ready_us) ignore nulls over before, lag(us) over life)
+    else coalesce(
       last_value(ready_us) ignore nulls over before,
       last_value(if(verb = 'promoted', us, null)) ignore nulls over before
-    )
-  ) as ready_us
+    ) end as ready_us
 from (
   select *, unix_micros(time) as us,
     case when verb = 'scheduled' then unix_micros(due)
@@ -256,7 +269,9 @@ from (
       partition by queue, epoch, sequence order by position rows between 1 following and unbounded following
     ), 0) as until_us
   from report_events
-  where verb in ('enqueued', 'unblocked', 'revived', 'scheduled', 'promoted', 'claimed', {_AFTER_CLAIM})
+  where verb in (
+    'enqueued', 'unblocked', 'revived', 'met', 'unmet', 'scheduled', 'promoted', 'claimed', {_AFTER_CLAIM}
+  )
 )
 window life as (partition by queue, epoch, job order by sequence, position),
   before as (
@@ -302,6 +317,29 @@ group by name, bucket grouping sets ((name, bucket), (bucket), ())
 """
 
 TIMES_OF_QUEUES_SQL = f"select queue, sum(run_us) as busy_us, {_PERCENTILES} from report_attempts group by queue"
+
+# A hold begins with the first `held`, and ends when the job is ready, dead or cancelled, or with its queue.
+HOLDS_SQL = """
+select queue, grouping_id() as level, count(*) as jobs, count_if(until_us is null) as at_end,
+  percentile_approx(until_us - since_us, array(0.5, 0.9, 0.99), 2000) as times
+from (
+  select held.queue, since_us, coalesce(until_us, deleted_us) as until_us
+  from (
+    select queue, epoch, verb, unix_micros(time) as since_us,
+      lag(verb) over life as before,
+      last_value(if(verb = 'held', null, unix_micros(time))) ignore nulls over (
+        partition by queue, epoch, job order by sequence desc, position desc
+        rows between unbounded preceding and 1 preceding
+      ) as until_us
+    from report_events where verb in ('held', 'met', 'unmet', 'dropped') or (verb = 'cancelled' and fence = 0)
+    window life as (partition by queue, epoch, job order by sequence, position)
+  ) as held left join (
+    select queue, epoch, unix_micros(time) as deleted_us from report_events where verb = 'deleted'
+  ) as deletion on held.queue = deletion.queue and held.epoch = deletion.epoch
+  where verb = 'held' and coalesce(before, '') != 'held'
+)
+group by queue grouping sets ((queue), ())
+"""
 
 SERIES_SQL = f"""
 select name, div(unix_micros(time) - {{origin_us}}, {{step_us}}) as bucket,
@@ -400,11 +438,13 @@ class _FiguresReader:
         span = self._span
         peaks, running = self._running()
         of_queue = {row.queue: row for row in self._sql(TIMES_OF_QUEUES_SQL).collect()}
+        holds = self._holds()
         queues = [
             QueueFigures(
                 name,
                 self._verbs[name],
                 _times(of_queue.get(name)),
+                holds.get(name, Holds()),
                 (of_queue[name].busy_us or 0) if name in of_queue else 0,
                 peaks.get(name, 0) if name in self._named else None,
             )
@@ -416,6 +456,7 @@ class _FiguresReader:
             events=sum(count for counts in self._verbs.values() for count in counts.values()),
             names=self._names,
             queues=queues,
+            holds=holds.get(_ALL, Holds()),
             peak=peaks.get(_ALL, 0),
             running=running,
             cells=self._cells(),
@@ -426,6 +467,17 @@ class _FiguresReader:
         self._add_times(figures)
         self._add_series(figures)
         return figures
+
+    def _holds(self) -> dict[str, Holds]:
+        """By queue, and of all."""
+        if not any("held" in counts for counts in self._verbs.values()):
+            return {}
+        return {
+            _ALL if row.level else row.queue: Holds(
+                row.jobs, row.at_end, tuple(row.times) if row.times else NO_PERCENTILES
+            )
+            for row in self._sql(HOLDS_SQL).collect()
+        }
 
     def _add_times(self, figures: Figures) -> None:
         buckets = self._span.buckets

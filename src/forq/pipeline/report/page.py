@@ -186,8 +186,15 @@ def _headline(figures: Figures) -> str:
         ("", "median wait", duration_or_dash(wait[0]), f"p99 {duration_or_dash(wait[2])}"),
         ("", "median run time", duration_or_dash(run[0]), f"p99 {duration_or_dash(run[2])}"),
         ("", "peak running jobs", count(figures.peak), f"{short(average)} on average"),
+        *((_holds(figures),) if figures.holds.jobs else ()),
     )
     return '<div class="cards">' + "".join(_card(*card) for card in cards) + "</div>"
+
+
+def _holds(figures: Figures) -> tuple[str, str, str, str]:
+    median, _, p99 = figures.holds.times
+    note = f"p99 {duration_or_dash(p99)}; {count(figures.holds.at_end)} of {count(figures.holds.jobs)} still held"
+    return "", "median time held", duration_or_dash(median), note
 
 
 def _card(tone: str, name: str, value: str, note: str) -> str:
@@ -227,7 +234,7 @@ def _run(times: Times) -> tuple[int | None, int | None, int | None]:
 
 
 _WAIT_RUN = (
-    ("Wait", "From ready (or due) to claimed, per attempt.", _wait),
+    ("Wait", "From ready (or due) to claimed, per attempt; without the time held.", _wait),
     ("Run", "Run time of the handler, per attempt.", _run),
 )
 
@@ -390,9 +397,23 @@ def _queues(figures: Figures) -> str:
     above = [(len(verbs) + 2, ""), (3, "wait"), (3, "run"), (2, "running")]
     listed = figures.queues[:MAX_QUEUES_LISTED]
     rows = [_queue_row(queue, verbs, figures.span.length_us) for queue in listed]
+    if figures.holds.jobs:
+        head += [("first", "jobs"), ("", "at the end"), ("", "p50"), ("", "p99")]
+        above.append((4, "held"))
+        rows = [[*row, *_hold_cells(queue)] for row, queue in zip(rows, listed, strict=True)]
     more = len(figures.queues) - len(listed)
     explanation = f"Busiest first{f'; {count(more)} more are not listed' if more else ''}."
     return _section("Queues", explanation, _table(head, rows, above))
+
+
+def _hold_cells(queue: QueueFigures) -> list[tuple[str, str]]:
+    held, (median, _, p99) = queue.holds, queue.holds.times
+    return [
+        (f"first {'' if held.jobs else 'none'}".rstrip(), count(held.jobs)),
+        ("" if held.at_end else "none", count(held.at_end)),
+        ("", duration_or_dash(median)),
+        ("", duration_or_dash(p99)),
+    ]
 
 
 def _queue_row(queue: QueueFigures, verbs: Iterable[str], span_us: int) -> list[tuple[str, str]]:
