@@ -439,17 +439,6 @@ def test_the_size_of_held_records_counts_while_no_other_job_exists(queue: OneQue
     assert int(queue.hash("options")["largest_record"]) > 100_000
 
 
-def test_a_hint_of_an_earlier_job_ends_nothing_of_a_held_one(queue: OneQueue, worker: HandWorker) -> None:
-    queue.enqueue("b", "x")
-    queue.redis.hdel(queue.key("jobs"), "b")
-    store(queue, after("b", "x"), after("c", "b"))
-    assert worker.turn(2) == ["x"]
-    assert queue.inspector.counts().dropped == 1
-    assert held(queue) == {"b", "c"}
-    assert worker.turn(1, done="x") == ["b"]
-    assert worker.turn(1, done="b") == ["c"]
-
-
 def test_a_job_whose_record_is_lost_leaves_no_inputs(queue: OneQueue, worker: HandWorker) -> None:
     store(queue, new_job(1, id="a"), after("b", "a", with_results=True), after("c", "b", when="ended"))
     worker.turn(1)

@@ -16,7 +16,7 @@ from forq.broker.inspect import find_job
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.search import JobSearch
 from forq.client import Client, Queue
-from forq.errors import UnknownDependency, UsageError
+from forq.errors import UnknownDependency, UsageError, WaitTimeout
 from tests.support.drive.one_queue import HandWorker, OneQueue
 
 
@@ -329,3 +329,26 @@ def test_why_says_that_a_dependency_failed(queue: OneQueue, worker: HandWorker) 
     )
     assert reason(queue, "b") == reason(queue, "b", messages=False) == expected
     assert "expires_at" not in queue.inspector.job("b")
+
+
+def test_drain_waits_for_held_jobs_that_become_ready_and_for_no_others(
+    queue: OneQueue, q: Queue, worker: HandWorker
+) -> None:
+    q.enqueue(1, id="a")
+    q.enqueue(2, id="b", after="a")
+    q.enqueue(3, id="later", run_in=3600)
+    q.enqueue(4, id="c", after="later")
+    assert worker.turn(1) == ["a"]
+    assert worker.turn(1, done="a") == ["b"]
+    with pytest.raises(WaitTimeout, match="0 waiting, 1 active"):
+        q.drain(timeout=0)
+    worker.turn(0, done="b")
+    q.drain(timeout=0)
+    assert q.status()["held"] == 1
+
+
+def test_a_held_job_cannot_be_run_before_its_dependencies(queue: OneQueue, q: Queue) -> None:
+    q.enqueue(1, id="a")
+    q.enqueue(2, id="b", after="a")
+    with pytest.raises(UsageError, match="that job of queue 'q' is held, not scheduled"):
+        q.run_now("b")

@@ -5,6 +5,7 @@ from typing import Any
 import orjson
 import pytest
 
+from forq.api_types import When
 from forq.broker.enqueue import NewJob, Update, new_job
 from forq.broker.recovery import Position
 from forq.broker.scripts import script
@@ -16,7 +17,7 @@ from tests.support.models.held_checks import Flows
 from tests.support.models.journal_replay import Replay
 
 
-def after(job_id: str, *names: str, when: str = "done", **more: Any) -> NewJob:
+def after(job_id: str, *names: str, when: When = "done", **more: Any) -> NewJob:
     return new_job({"n": job_id}, id=job_id, after=names, when=when, **more)
 
 
@@ -188,7 +189,7 @@ def test_a_job_that_ends_while_it_is_held_leaves_no_inputs(queue: OneQueue, work
     assert queue.hash("inputs") == {"c 1": "done 1"}
     if how == "by a user":
         assert queue.producer.cancel("c")
-    worker.turn(0, **{"failed" if how == "dead" else "done": "b"}, fence=fence)
+    worker.turn(0, done="" if how == "dead" else "b", failed="b" if how == "dead" else "", fence=fence)
     assert queue.inspector.counts().held == 0
     assert is_clean(queue)
 
@@ -398,3 +399,14 @@ def test_a_rescue_returns_jobs_whose_results_are_wanted(queue: OneQueue, worker:
     assert queue.recovery().rescue("q", Position("w1", worker.number, 2, True)) == 1
     assert queue.worker("w2").turn(5) == ["a", "z"]
     assert queue.hash("ends") == {"x": "done"}
+
+
+def test_a_hint_of_an_earlier_job_ends_nothing_of_a_held_one(queue: OneQueue, worker: HandWorker) -> None:
+    queue.enqueue("b", "x")
+    queue.redis.hdel(queue.key("jobs"), "b")
+    store(queue, after("b", "x"), after("c", "b"))
+    assert worker.turn(2) == ["x"]
+    assert queue.inspector.counts().dropped == 1
+    assert set(queue.hash("held")) == {"b", "c"}
+    assert worker.turn(1, done="x") == ["b"]
+    assert worker.turn(1, done="b") == ["c"]

@@ -47,6 +47,15 @@ def test_jobs_are_listed_with_their_arguments(memory: Memory) -> None:
     assert memory.jobs("unknown") == []
 
 
+def test_held_jobs_are_listed_and_run_after_those_that_they_wait_for(memory: Memory) -> None:
+    first = send.enqueue("a")
+    held = memory.queue("mails").enqueue({"to": "b"}, type=send.name, after=first)
+    assert [(job.id, job.state) for job in memory.jobs(send)] == [(first.id, "waiting"), (held, "held")]
+    assert memory.assert_enqueued(send, "b").state == "held"
+    assert send.ref(held).state() == "held"
+    assert [job.id for job in memory.run_all()] == [first.id, held]
+
+
 def test_assert_enqueued_compares_calls_and_not_their_spelling(memory: Memory) -> None:
     send.enqueue("a", "hi")
     assert memory.assert_enqueued(send).state == "waiting"

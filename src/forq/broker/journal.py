@@ -221,7 +221,7 @@ def _shapes() -> dict[str, tuple[re.Pattern[str], Callable[[str], list[_Subject]
         "updated blocked merged withdrawn met dropped": (r"(0)", one, _ids),
         "marked failing revived discarded forgotten": (rf"({_NUMBER})", one, _ids),
         "scheduled": (r"(0)", rf"({_ID} [0-9]{{1,15}})", _scheduled),
-        "held": (r"(0)", rf"({_ID} (?:done|ended|dead)\+?(?: {_ID})*)", _held),
+        "held": (r"(0)", rf"({_ID} (?:(?:done|ended|dead)(?: {_ID})+|(?:done|ended|dead)\+(?: {_ID})*))", _held),
         "batch_opened": (r"(0)", rf"({_ID})", _of_queue),
         "batch_ended": (r"(0)", rf"({_ID} [a-z]+ {_NUMBER})", _of_queue),
         "unmet": (r"(0)", rf"({_ID} {_ID} [a-z]+)", _held),
