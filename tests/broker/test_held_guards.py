@@ -181,7 +181,7 @@ def test_the_error_of_a_doomed_job_names_any_id(queue: OneQueue, worker: HandWor
 
 @pytest.mark.parametrize("how", ["dead", "cancelled", "by a user"])
 def test_a_job_that_ends_while_it_is_held_leaves_no_inputs(queue: OneQueue, worker: HandWorker, how: str) -> None:
-    when = "dead" if how == "cancelled" else "done"
+    when: When = "dead" if how == "cancelled" else "done"
     store(queue, new_job(1, id="a"), new_job(1, id="b"), after("c", "a", "b", when=when, with_results=True))
     worker.turn(2)
     fence = worker.fence
