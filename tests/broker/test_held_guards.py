@@ -12,6 +12,7 @@ from forq.broker.scripts import script
 from forq.errors import Exists, QueueFull, UnknownDependency, UsageError, WrongMode
 from tests.broker.slow_flows import following_one_edge_per_call, remembering_few_ends
 from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
+from tests.support.drive.release_queue import gate
 from tests.support.drive.scheduled_queue import ScheduleRig
 from tests.support.models.held_checks import Flows
 from tests.support.models.journal_replay import Replay
@@ -51,9 +52,9 @@ def test_the_first_call_remembers_the_ends_in_it(queue: OneQueue, worker: HandWo
     queue.enqueue("a")
     worker.turn(1)
     worker.turn(0, done="a")
-    store(queue, after("b", "a", when="dead"), after("c", "b", when="ended"))
+    store(queue, after("b", "a", when="dead"), after("c", "b", when="ended"), after("d", "b"))
     assert worker.turn(5) == ["c"]
-    assert queue.hash("ends") == {"b": "cancelled"}
+    assert queue.hash("ends") == {"b": "cancelled", "d": "dead"}
 
 
 def test_a_kept_job_counts_as_done_before_ends_are_remembered(queue: OneQueue, worker: HandWorker) -> None:
@@ -189,7 +190,14 @@ def test_a_job_that_ends_while_it_is_held_leaves_no_inputs(queue: OneQueue, work
     assert queue.hash("inputs") == {"c 1": "done 1"}
     if how == "by a user":
         assert queue.producer.cancel("c")
+<<<<<<< HEAD
     worker.turn(0, done="" if how == "dead" else "b", failed="b" if how == "dead" else "", fence=fence)
+=======
+    if how == "dead":
+        worker.turn(0, failed="b", fence=fence)
+    else:
+        worker.turn(0, done="b", fence=fence)
+>>>>>>> fl-model
     assert queue.inspector.counts().held == 0
     assert is_clean(queue)
 
@@ -201,6 +209,15 @@ def test_a_success_without_a_result_says_so(queue: OneQueue, worker: HandWorker)
     worker.turn(2)
     worker.turn(0, done="a", failed="b")
     assert queue.hash("inputs") == {"c": "2 1", "c 1": "done !its result was not kept", "c 2": "dead "}
+    store(queue, after("d", "b", when="ended", with_results=True))
+    assert queue.hash("inputs")["d 1"] == "dead "
+
+
+def test_a_job_can_wait_for_one_that_runs(queue: OneQueue, worker: HandWorker) -> None:
+    queue.enqueue("a")
+    worker.turn(1)
+    store(queue, after("b", "a"))
+    assert worker.turn(1, done="a") == ["b"]
 
 
 def test_a_result_is_wanted_if_one_of_several_jobs_wants_it(queue: OneQueue, worker: HandWorker) -> None:
@@ -239,6 +256,7 @@ def test_a_result_is_wanted_from_a_job_that_was_blocked(queue: OneQueue, worker:
     assert b"w=1" in turn.jobs[1]
     worker.turn(0, done="a", results={"a": "2"})
     assert queue.hash("inputs") == {"b": "1 1", "b 1": "done 2", "c": "1 1", "c 1": "done 2"}
+    assert queue.hash("sources") == {}
 
 
 def test_the_result_of_a_job_can_be_wanted_twice_while_it_runs(queue: OneQueue, worker: HandWorker) -> None:
@@ -278,6 +296,19 @@ def test_a_result_that_is_left_to_pulse_is_stored_once(redis_url: str) -> None:
             queue.recovery().promote("q")
         assert queue.hash("inputs") == {"b": "1 1", "b 1": "done 7", "c": "1 1", "c 1": "done 7"}
         assert not queue.redis.exists(queue.key("edges"))
+
+
+def test_several_ends_of_one_call_are_left_to_pulse_once(redis_url: str) -> None:
+    with following_one_edge_per_call(), one_queue(redis_url) as queue:
+        worker = queue.worker()
+        store(queue, new_job(1, id="a"), new_job(1, id="x"), after("b", "a"), after("c", "a"), after("d", "x"))
+        worker.turn(2)
+        worker.turn(0, done="a", failed="x")
+        assert queue.redis.llen(queue.key("resolving")) == 2
+        Flows(queue).check()
+        for _ in range(2):
+            queue.recovery().promote("q")
+        assert is_clean(queue)
 
 
 def test_pulse_is_told_to_continue(queue: OneQueue, worker: HandWorker) -> None:
@@ -381,6 +412,17 @@ def test_items_of_other_modes_wait_without_results(redis_url: str) -> None:
             store(queue, after("c", "a", with_results=True))
         assert queue.producer.cancel("a")
         assert queue.redis.zrange(queue.key("expiries"), 0, -1) == [b"b"]
+
+
+def test_a_released_item_counts_as_a_success(redis_url: str) -> None:
+    with gate(redis_url, "auto_release") as queue:
+        store(queue, new_job(1, id="a"), after("b", "a"))
+        queue.ask("x")
+        assert queue.release().leased
+        queue.ack("x", queue.ask("x", register=False))
+        assert queue.state().waiting == {5: ["b"]}
+        assert queue.hash("ends") == {"a": "released"}
+        Replay().read_all(queue.entries())
 
 
 def test_a_held_job_counts_as_a_run_of_its_schedule(queue: OneQueue) -> None:

@@ -102,7 +102,7 @@ class ReleaseModel(ModelQueue):
         self._ready(item)
         self.items_by_id[job_id] = item
 
-    def _end(self, job_id: str) -> None:
+    def _end(self, job_id: str, how: str, result: str | None = None) -> None:
         ended = self.items_by_id.pop(job_id)
         first, *others = ended.blocked or (None,)
         if first is None:
@@ -113,8 +113,8 @@ class ReleaseModel(ModelQueue):
                 self._apply(dispatch, item)
         self._add(job_id, item)
 
-    def _come_back(self, job: ModelJob, run_at: int) -> None:
-        assert isinstance(job, Item)
+    def _come_back(self, job_id: str, run_at: int) -> None:
+        job = self.items_by_id[job_id]
         job.owner, job.run_at, job.lapses_ms = None, run_at, 0
         for dispatch in job.blocked:
             self._apply(dispatch, job)
@@ -194,7 +194,7 @@ class ReleaseModel(ModelQueue):
         if item is None or item.owner != f"{hand.awaiter}:{hand.fence}":
             return False
         self.processed += 1
-        self._end(hand.job_id)
+        self._end(hand.job_id, "released")
         self.acked[hand.awaiter] = hand.fence
         return True
 
