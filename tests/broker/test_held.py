@@ -122,14 +122,10 @@ def end(queue: OneQueue, worker: HandWorker, job_id: str, how: str) -> None:
         assert queue.producer.cancel(job_id)
         return
     assert worker.turn(1) == [job_id]
-<<<<<<< HEAD
-    worker.turn(0, done=job_id if how == "done" else "", failed=job_id if how == "dead" else "")
-=======
     if how == "done":
         worker.turn(0, done=job_id)
     else:
         worker.turn(0, failed=job_id)
->>>>>>> fl-model
 
 
 def test_the_first_death_is_enough_for_when_dead(queue: OneQueue, worker: HandWorker) -> None:

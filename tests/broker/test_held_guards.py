@@ -190,14 +190,10 @@ def test_a_job_that_ends_while_it_is_held_leaves_no_inputs(queue: OneQueue, work
     assert queue.hash("inputs") == {"c 1": "done 1"}
     if how == "by a user":
         assert queue.producer.cancel("c")
-<<<<<<< HEAD
-    worker.turn(0, done="" if how == "dead" else "b", failed="b" if how == "dead" else "", fence=fence)
-=======
     if how == "dead":
         worker.turn(0, failed="b", fence=fence)
     else:
         worker.turn(0, done="b", fence=fence)
->>>>>>> fl-model
     assert queue.inspector.counts().held == 0
     assert is_clean(queue)
 

@@ -66,6 +66,7 @@ class Flows:
             for source, groups in self.raw["sources"].items()
         }
         # Group -> (number of edges, index of the next one).
+        self.resolving_count = len(resolving)
         self.resolving = {int(group): (int(count), int(at)) for group, count, at, *_ in map(_words, resolving)}
         # Group that holds a result -> how many of those that are left use it.
         self.users = Counter(holder for _, _, _, _, *holders in map(_words, resolving) for holder in holders)
@@ -105,6 +106,7 @@ class Flows:
     def _check_edges(self) -> None:
         groups = [group for groups in self.groups.values() for group, _, _ in groups] + list(self.resolving)
         assert len(set(groups)) == len(groups), "a group has two sources"
+        assert len(self.resolving) == self.resolving_count, "pulse follows a group twice"
         for source in self.groups:
             job_id, _, blocked = source.partition(" ")
             live = "blocked" if blocked else "held" if job_id in self.holds else "jobs"

@@ -277,9 +277,9 @@ class ModelQueue:
             how = how or self.ends[name]
             result = self._result_of_done(name) if how in SUCCESS else None
             if self.held.get(job_id) is hold:
-                self._apply(job_id, hold, number, how, result)
+                self._follow(job_id, hold, number, how, result)
 
-    def _apply(self, job_id: str, hold: ModelHold, number: int, how: str, result: str | None) -> None:
+    def _follow(self, job_id: str, hold: ModelHold, number: int, how: str, result: str | None) -> None:
         outcome = hold.end(number, how, result)
         if not outcome:
             return
@@ -303,7 +303,7 @@ class ModelQueue:
     def _tell(self, source: str, how: str, result: str | None = None) -> None:
         for job_id, hold, number in list(waiting_for(self.held, source)):
             if self.held.get(job_id) is hold:
-                self._apply(job_id, hold, number, how, result)
+                self._follow(job_id, hold, number, how, result)
 
     def _move_blocked(self, job_id: str) -> None:
         for _, hold, number in list(waiting_for(self.held, f"{job_id} blocked")):
