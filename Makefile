@@ -181,6 +181,10 @@ fire: tools ## 50,000 dispatches of 100 ids and 10,000 permanent failures while 
 	FORQ_TEST_DISPATCHES=50000 FORQ_TEST_FAILURES=10000 FORQ_TEST_SEED=$(or $(SEED),0) \
 	  $(BIN)/pytest -s --timeout 1800 tests/end_to_end/test_singletons_under_kills.py
 
+flows: tools ## 1,000 flows of 23 jobs and 2,000 batches, while processes, supervisors and the server are killed: each ends exactly once (N=count, SEED=n)
+	FORQ_TEST_FLOWS=$(or $(N),1000) FORQ_TEST_SEED=$(or $(SEED),0) \
+	  $(BIN)/pytest -s --timeout 3600 tests/end_to_end/test_flows_under_kills.py
+
 deploys: tools ## 20 restarts, three of them with broken code, while 500 jobs a second arrive: none is interrupted, lost or delayed
 	FORQ_TEST_DEPLOYS=20 FORQ_TEST_PER_SECOND=500 $(BIN)/pytest -s --timeout 600 tests/end_to_end/test_deploys.py
 
