@@ -129,7 +129,7 @@ def test_the_time_held_is_not_part_of_the_wait(spark: SparkSession) -> None:
     assert {queue.name: queue.holds for queue in figures.queues} == {"q": figures.holds, "other": Holds()}
     assert [(one.verb, one.cause, one.count) for one in figures.causes] == [("dead", "DependencyFailed", 1)]
     text = Outline(report_page("t", "", figures)).text
-    assert "median time held6.0 sp99 7.0 s; 1 of 4 still held" in text
+    assert "median time held6 sp99 7 s; 1 of 4 still held" in text
     assert "heldqueueenqueued" in text
 
 
