@@ -135,12 +135,22 @@ class ProgressInfo(TypedDict):
 
 
 class DependencyInfo(TypedDict, total=False):
-    """A job, or a batch (with state None), that a held job waits for. `run_at`: of a scheduled job."""
+    """A job or a batch that a held job waits for. `queue`: if it is in another one. `state`: None for those and for
+    batches. `run_at`: of a scheduled job."""
 
     kind: Required[Literal["job", "batch"]]
     id: Required[str]
     state: Required[DependencyState | None]
     run_at: float
+    queue: str
+
+
+class MembershipInfo(TypedDict):
+    """The batch that a job belongs to: the queue of the batch, its id, and the job's number in it."""
+
+    queue: str
+    batch: str
+    number: int
 
 
 class JobInfo(TypedDict, total=False):
@@ -183,6 +193,9 @@ class JobInfo(TypedDict, total=False):
     # Live jobs for which others wait: the first 20 of them, and how many there are, with those cancelled since.
     dependants: list[str]
     dependant_count: int
+    # Live members of a batch; callbacks of one.
+    member_of: MembershipInfo
+    batch: str
     # Done jobs.
     ended_at: float
     run_seconds: float | None

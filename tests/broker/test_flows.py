@@ -6,8 +6,9 @@ import pytest
 
 from forq.broker import flows
 from forq.broker.dependencies import AS_ARGUMENT, AS_LIST
+from forq.broker.explain import why
 from forq.broker.flows import FlowJob, find_flow, read_flow, store_flow
-from forq.client import new_job
+from forq.client import Client, new_job
 from forq.errors import Exists, OutcomeUnknown, UnknownFlow, UsageError
 from tests.broker.test_batches import deliver, pass_hours
 from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
@@ -185,3 +186,24 @@ def test_a_flow_is_found_by_its_id(queue: OneQueue, other: OneQueue) -> None:
     assert plan[1] == {"queue": "q", "id": "b", "label": "b", "needs": [0], "when": "done", "state": "held"}
     with pytest.raises(UnknownFlow):
         find_flow(queue.link, PREFIX, ["other", "q"], "no-such-flow")
+
+
+def test_why_names_dependencies_in_other_queues(queue: OneQueue, other: OneQueue) -> None:
+    store(queue, job("a", queue="other"), job("b", 0), job("c"))
+    assert why(queue.link, PREFIX, "q", "b") == ("held", "it waits for job a of queue other to be done")
+    waits_for = queue.inspector.job("b")["waits_for"]
+    assert waits_for == [{"kind": "job", "id": "a", "state": None, "queue": "other"}]
+    gate = queue.inspector.job("c")["waits_for"]
+    assert gate == [{"kind": "batch", "id": "f", "state": None, "queue": "other"}]
+
+
+def test_a_member_shows_its_batch_and_a_callback_too(queue: OneQueue, other: OneQueue) -> None:
+    client = Client(queue.url)
+    with client.batch("q", id="B", on_done=new_job(1)) as batch:
+        batch.enqueue("other", 1, id="x")
+        batch.enqueue("q", 1, id="y")
+    assert other.inspector.job("x")["member_of"] == {"queue": "q", "batch": "B", "number": 1}
+    assert queue.inspector.job("y")["member_of"] == {"queue": "q", "batch": "B", "number": 2}
+    assert queue.inspector.job("B:on_done")["batch"] == "B"
+    assert why(queue.link, PREFIX, "q", "B:on_done")[1].startswith("it waits for batch B to be done")
+    client.close()

@@ -16,6 +16,8 @@ SHOWN_DEPENDANTS = 20
 _EDGES = 1000
 # Jobs per step of a scan. Positions in a step need the same number in every call.
 _STEP = 500
+# The edge of a member to its batch; the queue if that is another one.
+_MEMBER = re.compile(r"(?:to (\S+) \d+ )?batch (\S+) (\d+) ")
 _HOLD = re.compile(rb"([0-9]+) (done|ended|dead) ([0-9]) ([0-9]+) ([0-9]+) ([0-9]+)")
 _GROUP = re.compile(rb"([0-9]+):([0-9]+):")
 
@@ -85,6 +87,10 @@ class HeldJobs:
         known = dict(zip(ids, self._states(ids, b"job %s %s " % (job_id.encode(), hold.nonce)), strict=True))
         for kind, name in named:
             id = name.decode(errors="replace")
+            if kind in (b"from", b"gate"):
+                queue, _, id = id.partition(" ")
+                yield {"kind": "job" if kind == b"from" else "batch", "id": id, "state": None, "queue": queue}
+                continue
             if kind != b"job":
                 yield {"kind": "batch", "id": id, "state": None}
                 continue
@@ -135,6 +141,14 @@ class HeldJobs:
         ]
         count = sum(int(number) for _, number in _GROUP.findall(groups))
         return {"dependants": list(dict.fromkeys(waiting)), "dependant_count": count} if waiting else {}
+
+    def membership(self, queue: str, groups: bytes | None) -> dict[str, Any]:
+        """The batch that a job belongs to. `groups`: its entry in `sources`."""
+        edge = next(iter(self._edges(groups, 1)), b"") if groups is not None else b""
+        found = _MEMBER.match(edge.decode(errors="replace"))
+        if found is None:
+            return {}
+        return {"member_of": {"queue": found[1] or queue, "batch": found[2], "number": int(found[3])}}
 
     def _edges(self, groups: bytes, limit: int) -> list[bytes]:
         """The first edges of a source."""

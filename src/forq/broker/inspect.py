@@ -120,12 +120,12 @@ class Inspector:
                 "blocked_behind": bool(blocked),
                 "progress": read_progress(progress) if state == "active" else None,
             }
-            dependants = self._held.dependants(job_id, groups)
-            return _job(job_id, state, packed) | details | ownership(owner) | dependants
+            others = self._held.dependants(job_id, groups) | self._held.membership(self.name, groups)
+            return _job(job_id, state, packed) | details | ownership(owner) | others
         if hold is not None and held is not None:
             details = {"attempts": [], "blocked_behind": False, "progress": None}
             more = self._held.details(job_id, hold) | self._held.dependants(job_id, groups)
-            return _job(job_id, "held", held) | details | more
+            return _job(job_id, "held", held) | details | more | self._held.membership(self.name, groups)
         try:
             return self._ended(job_id, done) | {"progress": None}
         except UnknownJob:

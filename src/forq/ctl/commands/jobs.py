@@ -230,6 +230,8 @@ def _field_text(key: str, value: Any) -> str:
         return ", ".join(map(_dependency_text, value))
     if key == "dependants":
         return ", ".join(map(printable, value))
+    if key == "member_of":
+        return f"batch {printable(value['batch'])} of queue {printable(value['queue'])}, number {value['number']}"
     if key == "tick":
         return iso_time(value) or "-"
     if key == "progress" and value is not None:
@@ -240,7 +242,8 @@ def _field_text(key: str, value: Any) -> str:
 def _dependency_text(dependency: dict[str, Any]) -> str:
     """`a (active)`, `b (scheduled for 2026-01-31T12:00:00.000Z)`, `batch c`."""
     if dependency["state"] is None:
-        return f"{dependency['kind']} {printable(dependency['id'])}"
+        place = f" of queue {printable(dependency['queue'])}" if "queue" in dependency else ""
+        return f"{dependency['kind']} {printable(dependency['id'])}{place}"
     due = f" for {iso_time(dependency['run_at'])}" if "run_at" in dependency else ""
     return f"{printable(dependency['id'])} ({dependency['state']}{due})"
 
