@@ -460,6 +460,11 @@ class Queue:
         dead = self._dead()
         return dead.retry(id) if isinstance(id, str) else dead.retry_many(_references(id, all))
 
+    def retry_dead_with_dependants(self, id: str) -> DeadChanged:
+        """Revives a dead job, and those that are dead because of it: they wait for it again. Returns the number of jobs
+        revived (`done`), and the errors of the others (`refused`)."""
+        return self._dead().retry_with_dependants(id)
+
     @overload
     def discard_dead(self, id: str) -> str: ...  # type: ignore[overload-overlap]
     @overload

@@ -52,6 +52,9 @@ def pass_hours(queue: OneQueue, hours: float) -> None:
     """Everything that is looked after is due that much earlier."""
     for member, at_ms in queue.redis.zrange(queue.key("checks"), 0, -1, withscores=True):
         queue.redis.zadd(queue.key("checks"), {member: at_ms - hours * HOUR_MS})
+    for field, value in queue.hash("batch:members").items():
+        place, _, seconds = value.rpartition(" ")
+        queue.redis.hset(queue.key("batch:members"), field, f"{place} {int(seconds) - round(hours * 3600)}")
 
 
 def is_clean(queue: OneQueue) -> bool:
@@ -254,6 +257,17 @@ def test_a_member_that_was_never_stored_is_lost(client: Client, queue: OneQueue,
     other.producer.cancel("a")
     deliver(other)
     assert batch.info()["state"] == "failed"
+
+
+def test_a_member_that_is_about_to_be_stored_is_not_lost(client: Client, queue: OneQueue, other: OneQueue) -> None:
+    """A running member adds it: its number was reserved just before pulse looks after the batch."""
+    with client.batch("q", **callbacks("on_end")) as batch:
+        batch.enqueue("other", 1, id="a")
+    pass_hours(queue, 1)
+    batch._stored().reserve([("other", "child")], parent=1)
+    queue.recovery().promote("q")
+    info = batch.info()
+    assert (info["open"], info["other"]) == (2, 0)
 
 
 def test_members_of_a_deleted_queue_are_counted(client: Client, queue: OneQueue, other: OneQueue) -> None:

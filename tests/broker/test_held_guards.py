@@ -6,6 +6,7 @@ import orjson
 import pytest
 
 from forq.api_types import When
+from forq.broker.dead import DeadJobs
 from forq.broker.enqueue import NewJob, Update, new_job
 from forq.broker.recovery import Position
 from forq.broker.scripts import script
@@ -448,3 +449,67 @@ def test_a_hint_of_an_earlier_job_ends_nothing_of_a_held_one(queue: OneQueue, wo
     assert set(queue.hash("held")) == {"b", "c"}
     assert worker.turn(1, done="x") == ["b"]
     assert worker.turn(1, done="b") == ["c"]
+
+
+def test_a_dead_job_is_retried_with_the_results_that_it_used(queue: OneQueue, worker: HandWorker) -> None:
+    store(queue, new_job(1, id="a"), after("b", "a", with_results=True))
+    worker.turn(1)
+    worker.turn(1, done="a", results={"a": "7"})
+    worker.turn(0, failed="b")
+    assert not queue.redis.exists(queue.key("inputs"))
+    DeadJobs(queue.link, "forq:", "q").retry("b")
+    assert queue.hash("inputs") == {"b": "1 1", "b 1": "done 7"}
+    record = worker.whole_turn(1).jobs[1]
+    assert b"i=1,I=1" in record
+    worker.turn(0, done="b")
+    assert is_clean(queue)
+    assert not queue.redis.exists(queue.key("dead:inputs"))
+
+
+def test_a_dead_job_waits_again_for_the_one_that_failed(queue: OneQueue, worker: HandWorker) -> None:
+    store(queue, new_job(1, id="a"), new_job(1, id="b"), after("c", "a", "b", with_results=True), after("d", "c"))
+    worker.turn(2)
+    worker.turn(0, done="a", failed="b", results={"a": "1"})
+    dead = DeadJobs(queue.link, "forq:", "q")
+    assert set(queue.state().dead) == {"b", "c", "d"}
+    with pytest.raises(UsageError, match="is not done, and does not run: retry that first"):
+        dead.retry("c")
+    assert dead.retry_with_dependants("b").done == 3
+    assert queue.inspector.counts().held == 2
+    assert worker.turn(5) == ["b"]
+    assert worker.turn(5, done="b", results={"b": "2"}) == ["c"]
+    assert queue.hash("inputs") == {"c": "2 1", "c 1": "done 1", "c 2": "done 2"}
+    assert worker.turn(5, done="c") == ["d"]
+    worker.turn(0, done="d")
+    assert is_clean(queue)
+    assert not queue.redis.exists(queue.key("dead:holds"), queue.key("dead:inputs"))
+
+
+def test_all_dead_jobs_are_retried_in_any_order(queue: OneQueue, worker: HandWorker) -> None:
+    store(queue, new_job(1, id="z"), after("y", "z"), after("x", "y"))
+    worker.turn(1)
+    worker.turn(0, failed="z")
+    chunk = DeadJobs(queue.link, "forq:", "q").retry_some()
+    assert (chunk.done, chunk.refused) == (3, 0)
+    assert [worker.turn(1, done=done) for done in ("", "z", "y", "x")] == [["z"], ["y"], ["x"], []]
+
+
+def test_a_dead_job_runs_once_what_it_waits_for_is_done(queue: OneQueue, worker: HandWorker) -> None:
+    store(queue, new_job(1, id="a"), after("b", "a"))
+    worker.turn(1)
+    worker.turn(0, failed="a")
+    dead = DeadJobs(queue.link, "forq:", "q")
+    dead.retry("a")
+    assert worker.turn(1) == ["a"]
+    worker.turn(0, done="a")
+    dead.retry("b")
+    assert worker.turn(1) == ["b"]
+
+
+def test_discarded_and_forgotten_dead_jobs_leave_nothing(queue: OneQueue, worker: HandWorker) -> None:
+    store(queue, new_job(1, id="a"), new_job(1, id="b"), after("c", "a", "b", with_results=True))
+    worker.turn(2)
+    worker.turn(0, done="a", failed="b", results={"a": "1"})
+    dead = DeadJobs(queue.link, "forq:", "q")
+    dead.discard("c")
+    assert not queue.redis.exists(queue.key("dead:holds"), queue.key("dead:inputs"))

@@ -118,7 +118,7 @@ class StoredBatch:
         for first, values in self._numbered("batch:members", self.counts().members):
             for number, value in enumerate(values, first):
                 if value is not None:
-                    queue, _, job_id = value.decode().partition(" ")
+                    queue, job_id, _ = value.decode().split(" ")
                     yield number, queue, job_id
 
     def cancel(self, most: int) -> tuple[int, bool]:

@@ -13,7 +13,7 @@ from forq.api_types import DeadBrief
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.record import read_error, show_record, unpack
-from forq.broker.scripts import BROKEN, EXISTS, FULL, NO_QUEUE, OK, Script, error_for, script
+from forq.broker.scripts import BROKEN, EXISTS, FULL, NO_QUEUE, OK, UNMET, Script, error_for, script
 from forq.errors import ForqError, InvalidData, InvalidId, UnknownJob, UsageError
 from forq.values import check_queue_name, shown
 
@@ -104,6 +104,31 @@ class DeadJobs:
         """Revives the job with its counts reset; Exists if a live job has its id. Returns its id@fence."""
         return self._apply_to_one(script("revive"), reference)
 
+    def retry_with_dependants(self, reference: str) -> DeadChanged:
+        """Revives the job and those that are dead because of it, directly or through others: they wait for it again."""
+        first = self.find(reference)
+        members, ids = {first: None}, {first.rpartition("@")[0]}
+        holds = dict(self._holds())
+        found = True
+        while found:
+            found = False
+            for member, names in holds.items():
+                if member not in members and names & ids:
+                    members[member], found = None, True
+                    ids.add(member.rpartition("@")[0])
+        return self._apply_to_many(script("revive"), members)
+
+    def _holds(self) -> Iterator[tuple[str, set[str]]]:
+        """Every dead job that waited for others, with the ids of the jobs of this queue for which it still waited."""
+        cursor = b"0"
+        while True:
+            cursor, flat = self._link.call("HSCAN", f"{self._base}:dead:holds", cursor, "COUNT", 1000)
+            for member, entry in zip(flat[::2], flat[1::2], strict=True):
+                lines = [line.split(" ") for line in entry.decode().split("\n")[1:]]
+                yield member.decode(), {name for _, kind, name, *_ in lines if kind == "job"}
+            if cursor == b"0":
+                return
+
     def discard(self, reference: str) -> str:
         """Removes the job. Returns its id@fence."""
         return self._apply_to_one(script("discard"), reference)
@@ -111,7 +136,8 @@ class DeadJobs:
     def retry_some(self, after: str | None = None) -> DeadChunk:
         """Revives the next chunk of the jobs that were dead when the walk began, so jobs that die again are skipped.
 
-        Refused jobs (a live job has the id, or the record is broken) stay dead. A full queue ends the walk.
+        Refused jobs (a live job has the id, the record is broken, or what it waits for is not done) stay dead. A full
+        queue ends the walk.
         """
         return self._apply_to_some(script("revive"), after)
 
@@ -238,7 +264,7 @@ class DeadJobs:
             if reply[0] != OK:
                 raise error_for(self.name, reply)
             done = sum(code == 1 for code in reply[1:])
-            refused = sum(code in (EXISTS, BROKEN) for code in reply[1:])
+            refused = sum(code in (EXISTS, BROKEN, UNMET) for code in reply[1:])
             if FULL in reply[1:] and not done:
                 raise self._refusal(FULL)
         left = max(0, int(self._link.call("ZCOUNT", self._zset, "-inf", until_ms)) - skip - refused)

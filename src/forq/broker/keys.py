@@ -24,8 +24,10 @@ QUEUE_KEYS = (
     "sources",  # hash: a job that others wait for -> its groups of edges
     "edges",  # hash: GROUP INDEX -> an edge to a held job
     "resolving",  # list: groups of edges whose source has ended, for pulse
+    "dead:holds",  # hash: id@fence -> what a dead job waited for
+    "dead:inputs",  # hash: id@fence NUMBER -> a result that a dead job used
     "batches",  # hash: batch -> STATE USE ADDED OPEN DONE DEAD OTHER AT_MS
-    "batch:members",  # hash: BATCH NUMBER -> QUEUE ID of a member that has not ended
+    "batch:members",  # hash: BATCH NUMBER -> QUEUE ID SECONDS of a member that has not ended
     "batch:results",  # hash: BATCH NUMBER -> how a member ended, and its result
     "batch:children",  # hash: BATCH NUMBER -> members that this one added; BATCH NUMBER.N -> the number of one of them
     "flow:F",  # string: the plan of a flow; expires

@@ -75,6 +75,7 @@ UNKNOWN_DEPENDENCY = -71
 RESULT_NOT_KEPT = -72
 NO_BATCH = -73
 BATCH_ENDED = -74
+UNMET = -75
 
 LUA_CONSTANTS = {name: value for name, value in globals().items() if name.isupper() and isinstance(value, int)}
 LUA_CONSTANTS.pop("PROTOCOL")
@@ -208,6 +209,11 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         return UsageError(
             f"the result of job {detail[1]!r} of queue {queue!r} is not kept: enqueue the job that uses it before that "
             f"one runs, or keep results: forqctl set {queue} keep_done=1h; nothing was stored"
+        )
+    if code == UNMET:
+        return UsageError(
+            f"what that dead job of queue {queue!r} waits for is not done, and does not run: retry that first, or "
+            f"both by its id: forqctl dead retry {queue} ID --with-dependants"
         )
     if code == NO_BATCH:
         return UnknownBatch(f"queue {queue!r} has no such batch: it never existed, or ended more than a day ago")

@@ -54,7 +54,7 @@ AFTER: Final[dict[str, tuple[str, ...]]] = {
     "unblocked": ("done", "released", "dead", "cancelled_run"),
     # An update of a held job is followed by `held`: see rule `dependencies`.
     "updated": _WAITS,
-    "held": ("enqueued", "updated"),
+    "held": ("enqueued", "updated", "revived"),
     "met": HELD,
     "unmet": HELD,
     "scheduled": ("enqueued", "updated", "unblocked", "retried", "snoozed", "returned", "met"),

@@ -228,6 +228,12 @@ class RedisVerbs:
 
     def dead_retry(self, params: dict[str, Any]) -> object:
         dead, bulk = self._dead(params), self._bulk(params)
+        if params.get("with_dependants"):
+            if _one_of(params, "id", "all", "ids", "filter") != "id":
+                raise UsageError("with_dependants needs the id of one dead job: all jobs are retried with all")
+            expect_busy(SCAN_SECONDS)
+            changed = dead.retry_with_dependants(params["id"])
+            return {"done": changed.done, "refused": messages_of(changed)}
         return _apply_to_dead(params, dead.retry, dead.retry_some, dead.retry_many, bulk.retry_matching)
 
     def dead_discard(self, params: dict[str, Any]) -> object:

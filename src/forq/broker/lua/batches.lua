@@ -4,7 +4,8 @@
 --                   'cancelled' (sealed, and running members may not add any), or how it has ended. USE: '1' if results
 --                   are kept. ADDED: members so far; OPEN: those that have not ended; DONE, DEAD, OTHER: how the others
 --                   have. AT_MS: of its creation, and of the end once it has ended
---   batch:members   B ' ' NUMBER -> QUEUE ' ' ID of a member that has not ended
+--   batch:members   B ' ' NUMBER -> QUEUE ' ' ID ' ' SECONDS of a member that has not ended; SECONDS: when its number
+--                   was reserved, before it was stored
 --   batch:results   B ' ' NUMBER -> HOW ' ' RESULT of one that has, with USE
 --   batch:children  B ' ' NUMBER -> members that this member has added; B ' ' NUMBER '.' N -> the number of one of them
 --   checks          zset: 'b' B or 'j' ID (a held job) by the time (ms) at which it is looked after again
@@ -45,6 +46,12 @@ end
 function batches.write(batch)
   redis.call('HSET', key('batches'), batch.id, string.format('%s %s %d %d %d %d %d %.0f', batch.state, batch.use,
     batch.added, batch.open, batch.done, batch.dead, batch.other, batch.at_ms))
+end
+
+-- Whether what waits for this batch may still run.
+function batches.may_succeed(id)
+  local batch = batches.read(id)
+  return batch and (batch.state == 'open' or batch.state == 'sealed' or batch.state == 'done')
 end
 
 function batches.check_at(what, at_ms)
@@ -202,10 +209,10 @@ function verbs.add_members()
     return { BATCH_ENDED }
   end
 
-  local reply, fields = { OK }, {}
+  local reply, fields, reserved_at = { OK }, {}, string.format(' %.0f', now_ms / 1000)
   local function reserve(at)
     batch.added, batch.open = batch.added + 1, batch.open + 1
-    fields[#fields + 1], fields[#fields + 2] = id .. ' ' .. batch.added, ARGV[at]
+    fields[#fields + 1], fields[#fields + 2] = id .. ' ' .. batch.added, ARGV[at] .. reserved_at
     return batch.added
   end
   for at = FIRST_MEMBER, #ARGV do
@@ -307,7 +314,8 @@ function verbs.verify()
   return reply
 end
 
--- lose: ends members, or dependencies, whose jobs are gone without a report: data was lost, or a queue was deleted.
+-- lose: ends members, or dependencies, whose jobs are gone without a report: data was lost, or a queue was deleted. Not
+-- members whose number was reserved so shortly ago that their producer may be about to store them.
 -- KEYS[1]  the queue's base
 -- ARGV     how ('lost' | 'deleted'), 'b' B or 'j' ID, then the number of each
 -- Returns  {OK}; {NO_QUEUE}
@@ -321,8 +329,9 @@ function verbs.lose()
     if hold then
       flows.meet(id, hold.nonce, ARGV[i], hold.use, how)
     elseif kind == 'b' then
-      local batch = batches.read(id)
-      batches.end_member(id, ARGV[i], batch and batch.use or '0', how)
+      local batch, member = batches.read(id), redis.call('HGET', key('batch:members'), id .. ' ' .. ARGV[i])
+      local since_ms = member and 1000 * string.match(member, '(%d+)$')
+      if member and now_ms - since_ms >= CHECK_MS then batches.end_member(id, ARGV[i], batch.use, how) end
     end
   end
   edges_resolving = false

@@ -205,6 +205,7 @@ function dead.bury(jobs)
     redis.call('ZREM', key('dead'), unpack(members))
     redis.call('HDEL', key('dead:jobs'), unpack(members))
     for _, member in ipairs(members) do
+      flows.discard_archive(member)
       local gone, ended = string.match(member, '^(.+)@(%d+)$')
       if gone then journal.note('forgotten ' .. ended .. ' ' .. gone) end
     end
@@ -249,6 +250,7 @@ function dead.bury(jobs)
   for i, job in ipairs(jobs) do
     local id, fence = job.id, job.fence
     local member = id .. '@' .. fence
+    flows.archive_inputs(id, member)
     local attempts_json = string.gsub(tried[i] or '', '\n', ',')
     archived[2 * i - 1], archived[2 * i] = member, job.record .. '\n' .. job.error .. '\n[' .. attempts_json .. ']'
     died[2 * i - 1], died[2 * i] = now_ms, member
@@ -280,12 +282,14 @@ function dead.bury(jobs)
     'LIMIT', 0, DEAD_EXPIRED_PER_CALL))
 end
 
--- revive: moves dead jobs to the end of their priority's list, with all counts 0 and without their expiry.
+-- revive: moves dead jobs to the end of their priority's list, with all counts 0 and without their expiry. One that is
+-- dead because of a dependency waits for it again.
 -- KEYS[1]  the queue's base
 -- ARGV     id@fence, id@fence ...
--- Returns  {OK, per member: 1 revived | 0 not found | EXISTS a live job has its id | FULL | BROKEN ...}, with fewer
---          members than given if the byte limit of one call was reached; {NO_QUEUE}
--- States   dead -> waiting
+-- Returns  {OK, per member: 1 revived | 0 not found | EXISTS a live job has its id | FULL | BROKEN | UNMET what it
+--          waits for is neither live nor done ...}, with fewer members than given if the byte limit of one call was
+--          reached; {NO_QUEUE}
+-- States   dead -> waiting | held
 function verbs.revive()
   if not epoch then return { NO_QUEUE } end
 
@@ -308,24 +312,47 @@ function verbs.revive()
     if not id or not job then return BROKEN end
     if redis.call('HEXISTS', key('jobs'), id) == 1 or flows.is_held(id) then return EXISTS end
     if records.is_full() then return FULL end
-    redis.call('HSET', key('jobs'), id, records.write(job))
+    local after = flows.read_archive(member)
+    if after == false then return UNMET end
     records.note_size(#job.body, base)
-    hints.push_back(job.priority, { id })
-    if mode ~= 'work' then timers.set_expiry(id, 0) end
     redis.call('HDEL', key('dead:jobs'), member)
     redis.call('ZREM', key('dead'), member)
     journal.note('revived ' .. fence .. ' ' .. id)
     records.note_options(id, job.options)
+    if after then
+      flows.revive_hold(id, member, records.write(job), job.enqueued_us, after)
+      flows.connect(id, after, job.enqueued_us)
+      return 1
+    end
+    redis.call('HSET', key('jobs'), id, records.write(job))
+    hints.push_back(job.priority, { id })
+    if mode ~= 'work' then timers.set_expiry(id, 0) end
+    flows.revive_inputs(id, member)
     return 1
   end
 
-  local reply, moved = { OK }, 0
-  for i, member in ipairs(ARGV) do
-    if moved > READ_BYTES then break end
-    local entry = redis.call('HGET', key('dead:jobs'), member)
+  local reply, moved, unmet = { OK }, 0, {}
+  local function revive(i)
+    local entry = redis.call('HGET', key('dead:jobs'), ARGV[i])
     moved = moved + (entry and #entry or 0)
-    reply[i + 1] = revive_one(member, entry)
+    reply[i + 1] = revive_one(ARGV[i], entry)
+    return reply[i + 1] == UNMET
   end
+
+  for i = 1, #ARGV do
+    if moved > READ_BYTES then break end
+    if revive(i) then unmet[#unmet + 1] = i end
+  end
+  -- What they wait for may have been revived in this call.
+  local before = #ARGV + 1
+  while #unmet > 0 and #unmet < before and moved <= READ_BYTES do
+    local rest = {}
+    for _, i in ipairs(unmet) do
+      if revive(i) then rest[#rest + 1] = i end
+    end
+    before, unmet = #unmet, rest
+  end
+  flows.resolve()
   hints.wake_idle(NOTIFY_AWAITERS)
   journal.write('-')
   return reply
@@ -341,6 +368,7 @@ function verbs.discard()
   local reply = { OK }
   for i, member in ipairs(ARGV) do
     local gone = redis.call('HDEL', key('dead:jobs'), member) + redis.call('ZREM', key('dead'), member)
+    flows.discard_archive(member)
     local id, fence = string.match(member, '^(.+)@(%d+)$')
     if gone > 0 and id then journal.note('discarded ' .. fence .. ' ' .. id) end
     reply[i + 1] = gone > 0 and 1 or 0

@@ -18,6 +18,9 @@
 --   resolving   list: GROUP ' ' COUNT ' ' NEXT ' ' HOW [' ' HOLDER] of ended sources whose edges did not fit into one
 --               call
 --   ends        ID -> how it ended, of the last jobs; `ends:old`: of those before
+--   dead:holds  MEMBER -> WHEN ' ' USE ' ' RUN_AT_MS ' ' COUNT, and a line NUMBER ' ' DEPENDENCY for each that was
+--               open: of a job that is dead because of one of them. MEMBER: ID@FENCE
+--   dead:inputs MEMBER -> COUNT ' ' USE, of a dead job that has run; MEMBER ' ' NUMBER: as in `inputs`
 --
 -- An edge is 'job' ID NONCE NUMBER USE, or 'batch' B NUMBER USE, or 'to' QUEUE EPOCH followed by one of these: then a
 -- report goes to that queue. WHEN: 'done' (all must succeed), 'ended' or 'dead' (the first death).
@@ -138,16 +141,16 @@ function flows.let_go(hold)
 end
 
 -- A dependency has ended in another way than required: the job can never run.
-function flows.doom(hold, dependency, how)
+function flows.doom(hold, number, dependency, how)
+  local fence = claims.next_fence()
+  flows.archive_hold(hold, hold.id .. '@' .. fence, number .. ' ' .. dependency)
   local record = flows.take_hold(hold) or ''
-  flows.drop_inputs(hold)
   local job = records.read(record)
   if job then
     -- The job was never ready, so its time to expire has not begun.
     job.options = records.drop_expiry(job.options)
     record = records.write(job)
   end
-  local fence = claims.next_fence()
   local kind, queue, name = string.match(dependency, '^(%l+) (.-) ?(%S+)$')
   local shown = (string.find('batch gate', kind, 1, true) and 'batch ' or 'job ') .. name
   if queue ~= '' then shown = shown .. ' of queue ' .. queue end
@@ -159,6 +162,92 @@ function flows.doom(hold, dependency, how)
   dead.bury({
     { id = hold.id, fence = fence, micros = '-', record = record, error = error, brief = error, no_fail_job = true },
   })
+end
+
+-- A dead job keeps its results of others, and what it waited for, so that it can be revived.
+
+-- Moves the results of a job to its archive, or back.
+function flows.move_inputs(from, to, source, target, count)
+  local moved, fields = {}, {}
+  for number = 1, count do fields[number] = source .. ' ' .. number end
+  for number, value in ipairs(redis.call('HMGET', key(from), unpack(fields))) do
+    if value then moved[#moved + 1], moved[#moved + 2] = target .. ' ' .. number, value end
+  end
+  if #moved == 0 then return end
+  redis.call('HSET', key(to), unpack(moved))
+  redis.call('HDEL', key(from), unpack(fields))
+end
+
+-- `failed`: NUMBER ' ' DEPENDENCY of the one that ended in another way than required.
+function flows.archive_hold(hold, member, failed)
+  local lines, fields = { string.format('%s %s %.0f %d', hold.when, hold.use, hold.run_at, hold.count), failed },
+    flows.numbered(hold)
+  for number, dependency in ipairs(redis.call('HMGET', key('held:open'), unpack(fields))) do
+    if dependency then lines[#lines + 1] = number .. ' ' .. dependency end
+  end
+  redis.call('HSET', key('dead:holds'), member, table.concat(lines, '\n'))
+  if hold.use ~= '0' then flows.move_inputs('inputs', 'dead:inputs', hold.id, member, hold.count) end
+end
+
+-- Archives the results of a job that has run.
+function flows.archive_inputs(id, member)
+  local entry = flows_on and redis.call('HGET', key('inputs'), id)
+  if not entry then return end
+  redis.call('HSET', key('dead:inputs'), member, entry)
+  flows.move_inputs('inputs', 'dead:inputs', id, member, tonumber(string.match(entry, '^%d+')))
+end
+
+function flows.discard_archive(member)
+  if not flows_on then return end
+  local entry = redis.call('HGET', key('dead:holds'), member) or redis.call('HGET', key('dead:inputs'), member)
+  if not entry then return end
+  local count, fields = tonumber(string.match(entry, '^%l+ %d %d+ (%d+)') or string.match(entry, '^%d+')), { member }
+  for number = 1, count do fields[number + 1] = member .. ' ' .. number end
+  redis.call('HDEL', key('dead:holds'), member)
+  redis.call('HDEL', key('dead:inputs'), unpack(fields))
+end
+
+-- Reads the hold of a dead job. Returns nil if it was not held; false if something that it waits for is neither live
+-- nor has succeeded: then it cannot be revived.
+function flows.read_archive(member)
+  local entry = flows_on and redis.call('HGET', key('dead:holds'), member)
+  if not entry then return nil end
+  local when, use, run_at, count = string.match(entry, '^(%l+) (%d) (%d+) (%d+)')
+  local after = { when = when, use = use, run_at = tonumber(run_at), count = tonumber(count), numbers = {},
+    dependencies = {}, others = false, ended = {} }
+  for number, dependency in string.gmatch(entry, '\n(%d+) ([^\n]+)') do
+    local kind, name = string.match(dependency, '^(%l+) (.+)$')
+    local at = #after.numbers + 1
+    after.numbers[at], after.dependencies[at] = tonumber(number), dependency
+    local how = kind == 'job' and not flows.live_record(name) and (flows.how_ended(name) or 'gone') or nil
+    if (how and not SUCCESS[how]) or kind == 'from' or kind == 'gate' then return false end
+    if kind == 'batch' and not batches.may_succeed(name) then return false end
+    after.others = after.others or kind ~= 'job'
+    after.ended[at] = how
+  end
+  return after
+end
+
+-- Holds a revived job again, with the results that it had.
+function flows.revive_hold(id, member, record, nonce, after)
+  flows.move_inputs('dead:inputs', 'inputs', member, id, after.count)
+  redis.call('HDEL', key('dead:holds'), member)
+  redis.call('HSET', key('held:jobs'), id, record)
+  flows.write_hold({ id = id, nonce = nonce, when = after.when, use = after.use, run_at = after.run_at,
+    count = after.count, open = #after.dependencies })
+  for at, dependency in ipairs(after.dependencies) do
+    redis.call('HSET', key('held:open'), id .. ' ' .. after.numbers[at], dependency)
+  end
+  flows.note_held(id, after)
+end
+
+-- Gives a revived job that has run its results back.
+function flows.revive_inputs(id, member)
+  local entry = flows_on and redis.call('HGET', key('dead:inputs'), member)
+  if not entry then return end
+  redis.call('HSET', key('inputs'), id, entry)
+  flows.move_inputs('dead:inputs', 'inputs', member, id, tonumber(string.match(entry, '^%d+')))
+  redis.call('HDEL', key('dead:inputs'), member)
 end
 
 -- Removes a held job. `how`: its end.
@@ -186,7 +275,7 @@ function flows.meet(id, nonce, number, use, how, result)
   end
   if (hold.when == 'done' and not SUCCESS[how]) or how == 'abandoned' then
     edges_left = edges_left - EDGES_PER_BURIAL
-    return flows.doom(hold, dependency, how)
+    return flows.doom(hold, number, dependency, how)
   elseif hold.when == 'dead' and how == 'dead' then
     return flows.let_go(hold)
   elseif hold.open > 0 then
@@ -445,10 +534,11 @@ end
 
 -- Once all jobs of the call are stored: connects a held job with what it waits for. What has ended counts at once.
 function flows.connect(id, after, nonce)
-  for number, dependency in ipairs(after.dependencies) do
+  for at, dependency in ipairs(after.dependencies) do
+    local number = after.numbers and after.numbers[at] or at
     local kind, name = string.match(dependency, '^(%l+) (.+)$')
     local edge = 'job ' .. id .. ' ' .. nonce .. ' ' .. number .. ' ' .. after.use
-    local how = after.ended[number]
+    local how = after.ended[at]
     if kind == 'batch' then
       batches.connect(name, edge, after.when, { id, nonce, tostring(number), after.use })
     elseif kind ~= 'job' then

@@ -236,7 +236,7 @@ function verbs.delete()
   redis.call('UNLINK', key('done'), key('done:own'), key('done:jobs'), key('waiters'))
   redis.call('UNLINK', key('schedules'), key('schedules:next'), key('schedules:runs'), key('schedules:paused'))
   redis.call('UNLINK', key('held'), key('held:jobs'), key('held:open'), key('inputs'), key('sources'), key('edges'),
-    key('resolving'), key('ends'), key('ends:old'))
+    key('resolving'), key('ends'), key('ends:old'), key('dead:holds'), key('dead:inputs'))
   for _, queue in ipairs(redis.call('HKEYS', key('reports'))) do redis.call('UNLINK', key_of('reports', queue)) end
   redis.call('UNLINK', key('reports'), key('batches'), key('batch:members'), key('batch:results'),
     key('batch:children'), key('checks'))

@@ -306,6 +306,7 @@ def stack(args: Namespace) -> int:
     NAME,
     Argument("id", nargs="?", metavar="ID", help="the job id (the newest with that id), or id@fence"),
     Argument("--all", action="store_true", help="retry or discard all jobs that are dead now"),
+    Argument("--with-dependants", action="store_true", help="also retry those that are dead because of it"),
     Argument("--limit", type=int, metavar="N", help="maximum number of jobs listed"),
     AFTER,
     more="A dead job failed for good. retry makes it wait again with its counts reset; discard deletes it. groups "
@@ -315,6 +316,7 @@ def stack(args: Namespace) -> int:
         "dead groups mails  # what they died of",
         "dead show mails 01JD0Z  # error, attempts and traceback",
         "dead retry mails --all  # retry all of them",
+        "dead retry mails 01JD0Z --with-dependants  # with the jobs that waited for it",
     ],
     json="the result of `dead.list`, `dead.groups`, `dead.show`, `dead.retry` or `dead.discard`; with --all `retried` "
     "or `discarded`, and `refused`, as numbers",
@@ -331,7 +333,20 @@ def dead(args: Namespace) -> int:
         return _group_dead(args)
     if (args.id is None) != args.all:
         raise UsageError(f"{args.action} needs ID or --all")
+    if args.with_dependants:
+        return _retry_with_dependants(args)
     return _apply_to_all(args) if args.all else _apply_to_one(args)
+
+
+def _retry_with_dependants(args: Namespace) -> int:
+    if args.action != "retry" or args.all:
+        raise UsageError("--with-dependants is for retry ID")
+    params = {"name": args.name, "id": args.id, "with_dependants": True}
+    result = connect(args).call("dead.retry", params)
+    jobs = "1 job" if result["done"] == 1 else f"{result['done']} jobs"
+    lines = [f"retried {jobs} of {args.name}", *(f"{job}: {why}" for job, why in result["refused"].items())]
+    print_result(args, result, "\n".join(map(printable, lines)))
+    return 1 if result["refused"] else 0
 
 
 def _list_dead(args: Namespace) -> int:

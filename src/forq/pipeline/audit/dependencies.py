@@ -51,7 +51,7 @@ def steps_of_held(steps: DataFrame) -> DataFrame:
         F.lead(beside, 2).over(in_order).alias("later"),
         F.lead("step").over(in_order).isNull().alias("last"),
     )
-    begins = (step == "held") & (F.col("before.step") == "enqueued")
+    begins = (step == "held") & F.col("before.step").isin("enqueued", "revived")
     born = F.when(begins, F.struct("sequence", "segment", when.alias("when"), names.alias("names")))
     return seen.withColumns(
         {
