@@ -64,7 +64,7 @@ local function begin(keys, args)
   other_hints_before, in_lane_before, suspect_hints_before = nil, nil, nil
   may_be_stale, swept_hints, bucket, reserved_until_ms, has_progress, call_fence = nil, nil, nil, nil, nil, nil
   too_many_expired, too_many_skipped, returned_bytes = false, false, 0
-  edge_work, edges_resolving, edges_left, edge_bytes = {}, false, EDGES_PER_CALL, 0
+  edge_work, edges_resolving, edges_left, edge_bytes = nil, false, EDGES_PER_CALL, 0
 end
 
 local function key(name)

@@ -116,7 +116,7 @@ local KEEP_MARGIN_MS = 300000
 local function store_single(count, max_items, max_data, stored_at)
   local id, head, body = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
   if count > 1 or #head > 1 or mode ~= 'work' or max_items > 0 or #body > max_data then return false end
-  if flows.is_held(id) then return false end
+  if flows_on and flows.is_held(id) then return false end
   if redis.call('HSETNX', key('jobs'), id, 'p' .. head .. stored_at .. body) == 0 then return false end
   records.note_size(#body, base)
   redis.call('RPUSH', pending_key(head), id)

@@ -342,6 +342,7 @@ end
 -- Takes the edges off sources that have ended; flows.resolve follows them. `reported`: see done.settle.
 function flows.detach(sources, how, reported)
   if not flows.has_sources() then return end
+  edge_work = edge_work or {}
   for i, groups in ipairs(redis.call('HMGET', key('sources'), unpack(sources))) do
     if groups then
       redis.call('HDEL', key('sources'), sources[i])
@@ -393,7 +394,7 @@ end
 -- Follows the edges of ended sources, as many as one call may; pulse continues with the others. Jobs that end on the
 -- way only add to the work.
 function flows.resolve()
-  if #edge_work == 0 or edges_resolving then return end
+  if not edge_work or edges_resolving then return end
   edges_resolving = true
   local at = 1
   while at <= #edge_work and edges_left > 0 and edge_bytes < READ_BYTES do
@@ -418,7 +419,7 @@ function flows.resolve()
     redis.call('RPUSH', key('resolving'), entry)
   end
   if at <= #edge_work then timers.publish(0) end
-  edge_work, edges_resolving = {}, false
+  edge_work, edges_resolving = nil, false
 end
 
 -- Continues with what an earlier call has left.
@@ -433,7 +434,9 @@ function flows.continue()
       local users = redis.call('HINCRBY', key('edges'), holder .. ' left', -1)
       if users == 0 then redis.call('HDEL', key('edges'), holder .. ' result', holder .. ' left') end
     end
-    edge_work[1] = { group = group, count = tonumber(count), next = tonumber(next_index), how = how, result = result }
+    edge_work = {
+      { group = group, count = tonumber(count), next = tonumber(next_index), how = how, result = result },
+    }
     flows.resolve()
     saved = edges_left > 0 and edge_bytes < READ_BYTES and redis.call('LPOP', key('resolving'))
   end

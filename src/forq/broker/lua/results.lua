@@ -128,8 +128,8 @@ function done.settle(ids, notes, reported)
   -- Without a report of the worker, each record has to be checked.
   local keeps = option('keep_done_ms') > 0 or not reported or next(reported) ~= nil
   -- Most queues have none of these, so one check is the whole cost.
-  local some = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters'), key('stale'),
-    key('sources'), key('inputs')) > 0
+  local some = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters'), key('stale')) > 0
+    or (flows_on and redis.call('EXISTS', key('sources'), key('inputs')) > 0)
   if not some then may_be_stale = false end
   local owners = (keeps or some) and redis.call('HMGET', key('active'), unpack(ids))
   if keeps then done.keep(ids, owners, reported or {}) end
