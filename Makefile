@@ -281,6 +281,9 @@ bench-metrics: tools ## the cost of metrics per no-op job, and of a scrape of 1,
 bench-dashboard: tools ## a drain beside 50 live pages, the dashboard's commands, and its page times with a million jobs
 	$(BIN)/python benchmarks/dashboard.py
 
+bench-flows: tools ## a batch of 100,000 members: memory, rates, time until its callback; drain with and without remembered ends
+	$(BIN)/python benchmarks/flows.py
+
 bench-pipeline: tools $(SPARK) ## a million events: ingest with a driver that is killed, audit, sink; and the cost of the journal
 	$(BIN)/python benchmarks/pipeline.py
 

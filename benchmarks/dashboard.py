@@ -87,9 +87,9 @@ def viewers(port: int, count: int) -> Iterator[list[int]]:
             sock.close()
 
 
-def drain_rate(forq: Forq, jobs: int) -> float:
+def drain_rate(forq: Forq, jobs: int, name: str = "drain") -> float:
     client = forq.client()
-    queue = client.queue("drain")
+    queue = client.queue(name)
     queue.pause()
     for at in range(0, jobs, CHUNK):
         queue.enqueue_many([None] * min(CHUNK, jobs - at))
