@@ -25,13 +25,16 @@ class Dependency:
 
 @dataclass
 class Hold:
+    """`others`: it also waits for batches, or for jobs of other queues, whose ends this journal does not tell."""
+
     when: str
+    others: bool
     dependencies: list[Dependency] = field(default_factory=list)
 
     def may_run(self) -> bool:
         hows = [each.how for each in self.dependencies]
         if self.when == "dead":
-            return "dead" in hows or "?" in hows
+            return self.others or "dead" in hows or "?" in hows
         return all(how in (("done", "released", "?") if self.when == "done" else (how or "",)) for how in hows)
 
 
@@ -150,15 +153,16 @@ class Replay:
         return job in self.ready or job in self.active or job in self.held
 
     def _held(self, event: Event, job: str) -> None:
-        when, *names = (event.cause or "").split(" ")
-        self._demand(event, len(set(names)) == len(names) > 0)
+        word, *names = (event.cause or "").split(" ")
+        when, others = word.removesuffix("+"), word.endswith("+")
+        self._demand(event, len(set(names)) == len(names) and (others or bool(names)))
         if self._to_come.pop(job, None) is None:
             self._demand(event, job in self._stored and self.ready.pop(job, 0) is None)
-            self.held[job] = Hold(when, [Dependency(name) for name in names])
+            self.held[job] = Hold(when, others, [Dependency(name) for name in names])
             return
         # Those that have ended may be listed still, until pulse has told this job.
         hold, listed = self.held[job], set(names)
-        self._demand(event, hold.when == when)
+        self._demand(event, hold.when == when and (hold.others or not others))
         known = {each.name: each for each in hold.dependencies}
         self._demand(event, listed <= set(known))
         self._demand(event, all(each.how or name in listed for name, each in known.items()))
@@ -201,9 +205,11 @@ class Replay:
 
     def _unmet(self, event: Event, job: str) -> None:
         name, how = (event.cause or " ").split(" ")
-        self._demand(event, job in self.held and self.held[job].when == "done" and how not in ("done", "released"))
-        known = {each.name: each.how for each in self.held[job].dependencies}
-        self._demand(event, known.get(name) in (how, "?"))
+        self._demand(event, job in self.held and how not in ("done", "released"))
+        hold = self.held[job]
+        self._demand(event, hold.when == "done" or how == "abandoned")
+        known = {each.name: each.how for each in hold.dependencies}
+        self._demand(event, hold.others if name == "-" else known.get(name) in (how, "?"))
         del self.held[job]
         self.ready[job] = None
         self._to_come[job] = ("claimed",)
