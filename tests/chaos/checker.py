@@ -7,16 +7,18 @@
    a supervisor that others have evicted.
 4. No key has leftovers, and the counts match the journal.
 5. The journal is a chain of possible events.
-6. No process is left; supervisors end normally; every armed fault has fired.
+6. A held job leaves its place exactly once: it is met, unmet or cancelled, as the ends of what it waits for demand, and
+   after them; it gets their results. A flow runs completely, or nothing of it runs.
+7. No process is left; supervisors end normally; every armed fault has fired.
 """
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from forq.broker.journal import Event
 from forq.broker.keys import fail_queue, main_queue
 from tests.chaos.evidence import Evidence, QueueEnd
-from tests.chaos.producer import REPEATS
+from tests.chaos.producer import NO_FLOW, REPEATS
 from tests.support.drive.supervisor import Trace
 from tests.support.models.journal_replay import ImpossibleEvent, Replay
 
@@ -72,7 +74,10 @@ def _dead(evidence: Evidence) -> Iterator[str]:
         for event in dead:
             if f"{event.job}@{event.fence}" not in queue.dead:
                 yield f"{queue.name}: {event.job}@{event.fence} is dead and not among the dead"
-            if event.job not in handled and not _died(evidence.queues[fail_queue(queue.name)], event):
+            if not event.fail_job:
+                if "unmet" not in {each.verb for each in queue.events if each.job == event.job}:
+                    yield f"{queue.name}: {event.job} is dead without a fail job, and could have run"
+            elif event.job not in handled and not _died(evidence.queues[fail_queue(queue.name)], event):
                 yield f"{queue.name}: {event.job} is dead and its fail handler has not run"
             if event.job not in evidence.logged.get(queue.name, ()):
                 yield f"{queue.name}: {event.job} is dead and not in the failed log"
@@ -89,11 +94,77 @@ def _cancelled(evidence: Evidence) -> Iterator[str]:
     for queue in _dispatched_once(evidence):
         ends = _ends_of(queue)
         for job, events in ends.items():
-            if events[0].verb == "cancelled" and job not in evidence.taken_away:
+            if (
+                events[0].verb == "cancelled"
+                and job not in evidence.taken_away
+                and not _may_be_withdrawn(evidence, job)
+            ):
                 yield f"{queue.name}: {job} is cancelled and nobody asked for it"
         for job, answers in evidence.taken_away.items():
             if "yes cancel" in answers and job in ends and ends[job][0].verb != "cancelled":
                 yield f"{queue.name}: {job} was cancelled and ended as {ends[job][0].verb}"
+
+
+def _may_be_withdrawn(evidence: Evidence, job: str) -> bool:
+    """Whether nobody else had to ask: it waited for a death, or the flow or batch could not be stored completely."""
+    plan = evidence.plans.get(job)
+    return plan is not None and (plan.when == "dead" or evidence.verdicts[job][1] != "ok")
+
+
+def _flows(evidence: Evidence) -> Iterator[str]:
+    by_job: dict[str, list[Event]] = defaultdict(list)
+    ends: dict[str, Event] = {}
+    for queue in _dispatched_once(evidence):
+        for event in queue.events:
+            if event.verb in _ENDS:
+                ends[str(event.job)] = event
+            if event.job in evidence.plans:
+                by_job[str(event.job)].append(event)
+    for job, events in by_job.items():
+        times = Counter(event.verb for event in events)
+        left = times["met"] + times["unmet"] or times["cancelled"]
+        if times["held"] and (times["held"], left) != (1, 1):
+            yield f"{job} was held {times['held']} times and left {left} times"
+        yield from _wrong_release(evidence, job, events, ends)
+    yield from _incomplete_flows(evidence, ends)
+    for trace in evidence.traces:
+        if trace.event.startswith("wrong="):
+            yield f"{trace.queue}: {trace.job} got a wrong result: {trace.event}"
+
+
+def _wrong_release(evidence: Evidence, job: str, events: list[Event], ends: dict[str, Event]) -> Iterator[str]:
+    plan, verbs = evidence.plans[job], {event.verb for event in events}
+    known = [ends[each] for each in plan.needed if each in ends]
+    hows = [event.verb for event in known]
+    met = next((event for event in events if event.verb == "met"), None)
+    if met and plan.needed:
+        before = [event.verb for event in known if event.time_us <= met.time_us]
+        right = {
+            "done": before == ["done"] * len(plan.needed),
+            # One that was never stored is lost.
+            "ended": before == hows,
+            "dead": "dead" in before,
+        }
+        if not right[plan.when]:
+            yield f"{job} ({plan.when}) was met when {before} of {len(plan.needed)} had ended; later {hows}"
+    # What was stored with an unknown outcome may be withdrawn.
+    if evidence.verdicts[job][1] != "ok":
+        return
+    if "unmet" in verbs and hows == ["done"] * len(plan.needed):
+        yield f"{job} is unmet, and all before it are done"
+    if plan.when == "dead" and "dead" in hows and "met" not in verbs and job not in evidence.taken_away:
+        yield f"{job} did not run after a death"
+
+
+def _incomplete_flows(evidence: Evidence, ends: dict[str, Event]) -> Iterator[str]:
+    flows: dict[str, list[str]] = defaultdict(list)
+    for job, plan in evidence.plans.items():
+        flows[plan.flow].append(job)
+    for flow, jobs in flows.items():
+        missing = [job for job in jobs if job not in ends]
+        ran = [job for job in jobs if job in ends and ends[job].verb == "done"]
+        if flow != NO_FLOW and missing and ran:
+            yield f"flow {flow}: {ran[0]} has run, and {missing[0]} was never stored"
 
 
 def _runs(evidence: Evidence) -> Iterator[str]:
@@ -137,7 +208,7 @@ def _journal(evidence: Evidence) -> Iterator[str]:
             continue
         if replay.dropped:
             yield f"{queue.name}: {replay.dropped} ids were dropped"
-        if left := [*replay.ready, *replay.held, *replay.active, *replay.blocked]:
+        if left := [*replay.ready, *replay.active, *replay.blocked, *replay.held, *replay.batches]:
             yield f"{queue.name}: by the journal there are still {left[:5]}"
 
 
@@ -150,7 +221,7 @@ def _ends_in_order(evidence: Evidence) -> Iterator[str]:
             yield f"fault {fault} was armed and never fired"
 
 
-_RULES = (_ended, _done, _dead, _cancelled, _runs, _places, _journal, _ends_in_order)
+_RULES = (_ended, _done, _dead, _cancelled, _flows, _runs, _places, _journal, _ends_in_order)
 
 
 def _main_queues(evidence: Evidence) -> list[QueueEnd]:

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from forq.broker.journal import Event, read_entry
 from forq.broker.keys import DEFAULT_PREFIX, fail_queue, queue_base
@@ -12,7 +12,9 @@ from tests.support.drive.processes import tree_of
 from tests.support.drive.supervisor import Trace
 
 Entry = dict[bytes, bytes]
-_LISTS = ("pending", *(f"pending:{priority}" for priority in range(10)), "retry", "failed")
+_LISTS = ("pending", *(f"pending:{priority}" for priority in range(10)), "retry", "failed", "resolving")
+# What queues hold for jobs that wait for others.
+FLOW_HASHES = ("held", "held:jobs", "held:open", "inputs", "sources", "edges", "batch:members", "reports")
 
 
 @dataclass
@@ -31,6 +33,16 @@ class QueueEnd:
     journal_lost: int = 0
 
 
+class Plan(NamedTuple):
+    """When a job may run, and the ids that it waits for: none for the first jobs of flows, and members of batches.
+
+    `flow`: its id, or '-'."""
+
+    flow: str
+    when: str
+    needed: tuple[str, ...]
+
+
 @dataclass
 class Evidence:
     verdicts: dict[str, tuple[str, str]] = field(default_factory=dict)  # id -> queue, verdict
@@ -38,6 +50,7 @@ class Evidence:
     processors: dict[int, set[str]] = field(default_factory=dict)  # pid -> those that it was a worker of
     # Processors. Not from the logs of supervisors: the one that evicted it may have died before it could log.
     evicted: set[str] = field(default_factory=set)
+    plans: dict[str, Plan] = field(default_factory=dict)  # id -> what it waits for
     taken_away: dict[str, set[str]] = field(default_factory=dict)  # id -> "yes cancel", "unknown remove" …
     logged: dict[str, set[str]] = field(default_factory=dict)  # queue -> ids in failed logs
     queues: dict[str, QueueEnd] = field(default_factory=dict)
@@ -63,6 +76,8 @@ def collect(stage: Stage, fired: dict[str, list[str]]) -> Evidence:
                 logged = {json.loads(line)["id"] for line in file.read_text().splitlines()}
                 evidence.logged.setdefault(queue, set()).update(logged)
         evidence.survivors += [f"{pid} of {supervisor.name}" for pid in tree_of(supervisor.state_dir)]
+    for job_id, flow, when, *needed in lines(ground.plans):
+        evidence.plans[job_id] = Plan(flow, when, tuple(needed))
     for answer, how, job_id in lines(ground.taken_away):
         evidence.taken_away.setdefault(job_id, set()).add(f"{answer} {how}")
     with stage.connect() as client:
@@ -79,7 +94,7 @@ def _queue_end(client: Any, name: str) -> QueueEnd:
     base = queue_base(DEFAULT_PREFIX, name)
     entries = [fields for _, fields in client.xrange(f"{base}:events")]
     events = [event for fields in entries for event in read_entry(fields, name)]
-    places = {key: set(client.hkeys(f"{base}:{key}")) for key in ("jobs", "active", "blocked")}
+    places = {key: set(client.hkeys(f"{base}:{key}")) for key in ("jobs", "active", "blocked", *FLOW_HASHES)}
     places |= {key: set(client.zrange(f"{base}:{key}", 0, -1)) for key in ("scheduled", "suspects")}
     places |= {key: set(client.lrange(f"{base}:{key}", 0, -1)) for key in _LISTS}
     lists = [key.decode() for key in client.scan_iter(match=f"{base}:processor:*:processing", count=1000)]

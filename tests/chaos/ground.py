@@ -43,6 +43,11 @@ class Ground:
         return self.directory / "taken-away"
 
     @property
+    def plans(self) -> Path:
+        """JOB FLOW WHEN NEEDED …, for jobs of flows, callbacks and members of batches, before they are enqueued."""
+        return self.directory / "plans"
+
+    @property
     def story(self) -> Path:
         """What the nemesis did, one line each."""
         return self.directory / "story"

@@ -31,7 +31,7 @@ from tests.chaos.unfenced import MUTANT, use_what_is_asked_for
 from tests.support.drive.supervisor import BIN
 from tests.support.drive.wait import wait_until
 
-_LIVE = ("waiting", "scheduled", "blocked", "retry", "fail_jobs", "active", "in_flight")
+_LIVE = ("waiting", "scheduled", "blocked", "held", "retry", "fail_jobs", "active", "in_flight")
 _SHOWN = 40
 
 
@@ -99,9 +99,12 @@ def _drain(stage: Stage, seconds: float) -> list[str]:
 
 def _is_drained(stage: Stage) -> bool:
     stage.watch()
-    if any(_standing(stage).values()):
+    if not stage.batches_have_ended() or any(_standing(stage).values()):
         return False
     with stage.connect() as client:
+        bases = [queue_base(DEFAULT_PREFIX, name) for name in QUEUES]
+        if client.exists(*(f"{base}:{name}" for base in bases for name in ("reports", "resolving"))):
+            return False
         outboxes = [f"{DEFAULT_PREFIX}queue:{{{name}}}:outbox" for name in QUEUES]
         return not client.exists(*outboxes) and not any(
             next(client.scan_iter(match=f"{outbox}:*", count=10_000), None) for outbox in outboxes
@@ -152,7 +155,7 @@ def _figures(evidence: Evidence) -> dict[str, int]:
         "interrupted",
         "returned",
     )
-    wanted = ("claimed", *ends)
+    wanted = ("claimed", *ends, "held", "met", "unmet", "batch_opened", "batch_ended")
     return {**verdicts, **{verb: events[verb] for verb in wanted}, "evictions": len(evidence.evicted)}
 
 

@@ -10,14 +10,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 import redis
 
-from forq.broker.keys import DEFAULT_PREFIX
+from forq.broker.keys import DEFAULT_PREFIX, queue_base
 from forq.broker.link import Link
 from forq.broker.registry import Registry
 from forq.errors import ExitCode
@@ -34,6 +36,8 @@ PRODUCERS = 3
 EXPIRY_SECONDS = 1.5
 # Patience with a busy machine.
 _OPEN_SECONDS = 90.0
+_HASTE_MS = 2 * 3600 * 1000
+_UNENDED = (b"open", b"sealed", b"cancelled")
 
 _SETTINGS = f"""
 heartbeat = "300ms"
@@ -127,6 +131,7 @@ class Stage:
         self._seed = seed
         self._misdeeds = misdeeds
         self._taken: set[str] = set()
+        self._hastened_at = 0.0
 
     def open(self) -> None:
         self.server.start()
@@ -191,6 +196,25 @@ class Stage:
                 if code != ExitCode.EVICTED_TOO_OFTEN:
                     self.exits.append(f"{supervisor.name} ended with {code}: {supervisor.log[-500:]}")
                 supervisor.start(ready=False)
+
+    def batches_have_ended(self) -> bool:
+        """Lets hours pass, once a second, for what is looked after from time to time: a batch that its producer has not
+        sealed is abandoned, and what was never stored is lost. Ended batches are kept."""
+        hastens = time.monotonic() > self._hastened_at + 1.0
+        if hastens:
+            self._hastened_at = time.monotonic()
+        open_ones = 0
+        with self.connect() as client:
+            for name in QUEUES:
+                base = queue_base(DEFAULT_PREFIX, name)
+                states: dict[bytes, bytes] = client.hgetall(f"{base}:batches")
+                unended = {batch for batch, state in states.items() if state.split(b" ")[0] in _UNENDED}
+                open_ones += len(unended)
+                checks: Any = client.zrange(f"{base}:checks", 0, -1, withscores=True) if hastens else []
+                for what, at_ms in checks:
+                    if what[:1] == b"j" or what[1:] in unended:
+                        client.zadd(f"{base}:checks", {what: at_ms - _HASTE_MS}, xx=True)
+        return open_ones == 0
 
     def heal(self) -> None:
         """Makes everything up and reachable; the producers continue until they are stopped."""

@@ -8,12 +8,12 @@ import pytest
 from forq.broker.journal import read_entry, unpack_entry
 from forq.broker.keys import fail_queue
 from tests.chaos.checker import violations
-from tests.chaos.evidence import Evidence, QueueEnd
+from tests.chaos.evidence import Evidence, Plan, QueueEnd
 from tests.chaos.producer import REPEATS
 from tests.support.drive.supervisor import Trace
 from tests.support.models.journal_replay import Replay
 
-# Two runs of a (the first was lost with its worker); b is done, c is dead, d is cancelled.
+# Two runs of a (the first was lost with its worker); b is done, c is dead, d is cancelled; g waits for h.
 JOURNAL = [
     "created 0 9",
     "enqueued 0 a b c d",
@@ -22,7 +22,13 @@ JOURNAL = [
     "stalled 11 a signal\nreturned 0 a",
     "claimed 12 2 a\nclaimed 12 1 b c",
     "done 12 a 5 b 7\ndead 12 c 3 1 Permanent\nfailing 12 c",
+    "enqueued 0 h g\nheld 0 g done h",
+    "claimed 13 1 h",
+    "done 13 h 4\nmet 0 g",
+    "claimed 14 1 g",
+    "done 14 g 3",
 ]
+STEPS = ("start", "end")
 FAIL_JOURNAL = ["created 0 9", "claimed 21 1 c:12", "done 21 c:12 4"]
 
 
@@ -42,9 +48,10 @@ def traced(job: str, fence: int, pid: int, event: str, at: float) -> Trace:
 
 @pytest.fixture
 def evidence() -> Evidence:
-    kept = queue_end("kept", JOURNAL, processed=2, failed=1, dead={"c@12"}, done={"a": 12, "b": 12})
+    done = {"a": 12, "b": 12, "h": 13, "g": 14}
+    kept = queue_end("kept", JOURNAL, processed=4, failed=1, dead={"c@12"}, done=done)
     return Evidence(
-        verdicts={**dict.fromkeys("abcd", ("kept", "ok")), "e": ("kept", "refused"), "f": ("kept", "unknown")},
+        verdicts={**dict.fromkeys("abcdgh", ("kept", "ok")), "e": ("kept", "refused"), "f": ("kept", "unknown")},
         traces=[
             traced("a", 11, 1, "start", 1.0),
             traced("a", 11, 1, "slice", 1.5),
@@ -53,9 +60,11 @@ def evidence() -> Evidence:
             traced("b", 12, 2, "start", 3.0),
             traced("b", 12, 2, "end", 3.5),
             traced("c", 12, 2, "start", 4.0),
+            *(traced(job, fence, 2, event, fence + 0.5) for job, fence in (("h", 13), ("g", 14)) for event in STEPS),
             traced("c:12", 21, 3, "failed=c", 5.0),
         ],
         processors={1: {"one"}, 2: {"two"}, 3: {"two"}},
+        plans={"h": Plan("flow", "done", ()), "g": Plan("flow", "done", ("h",))},
         taken_away={"d": {"yes cancel"}},
         logged={"kept": {"c"}},
         queues={
@@ -76,6 +85,19 @@ def replace_journal(evidence: Evidence, old: str, new: str) -> None:
     kept = evidence.queues["kept"]
     texts = [text.replace(old, new) for text in JOURNAL]
     kept.entries, kept.events = (changed := queue_end("kept", texts)).entries, changed.events
+
+
+def delay_event(evidence: Evidence, verb: str, job: str) -> None:
+    kept = evidence.queues["kept"]
+    kept.events = [
+        event._replace(time_us=event.time_us + 1) if (event.verb, event.job) == (verb, job) else event
+        for event in kept.events
+    ]
+
+
+def cancel_after_a_death(evidence: Evidence) -> None:
+    evidence.plans["g"] = Plan("flow", "dead", ("h",))
+    replace_journal(evidence, "done 13 h 4\nmet 0 g", "dead 13 h 4 1 Permanent\ncancelled 0 g")
 
 
 def _end(job: str, fence: int) -> Callable[[Trace], bool]:
@@ -109,7 +131,7 @@ PLANTED: dict[str, tuple[Callable[[Evidence], object], str]] = {
     ),
     "counted twice": (
         lambda e: setattr(e.queues["kept"], "processed", 3),
-        "kept: processed:count is 3, the journal has 2 done",
+        "kept: processed:count is 3, the journal has 4 done",
     ),
     "not among the dead": (
         lambda e: e.queues["kept"].dead.clear(),
@@ -136,6 +158,42 @@ PLANTED: dict[str, tuple[Callable[[Evidence], object], str]] = {
     "two with one fence": (
         lambda e: e.traces.append(traced("b", 12, 3, "start", 9.0)),
         "kept: b was run by two processes under fence 12",
+    ),
+    "met twice": (
+        lambda e: replace_journal(e, "met 0 g", "met 0 g\nmet 0 g"),
+        "g was held 1 times and left 2 times",
+    ),
+    "never met": (
+        lambda e: replace_journal(e, "\nmet 0 g", ""),
+        "g was held 1 times and left 0 times",
+    ),
+    "met too early": (
+        lambda e: delay_event(e, "done", "h"),
+        "g (done) was met when [] of 1 had ended; later ['done']",
+    ),
+    "met after a death": (
+        lambda e: replace_journal(e, "done 13 h 4", "dead 13 h 4 1 Permanent"),
+        "g (done) was met when ['dead'] of 1 had ended; later ['dead']",
+    ),
+    "unmet without a cause": (
+        lambda e: replace_journal(e, "met 0 g", "unmet 0 g h dead"),
+        "g is unmet, and all before it are done",
+    ),
+    "no run after a death": (
+        cancel_after_a_death,
+        "g did not run after a death",
+    ),
+    "a part of a flow": (
+        lambda e: e.plans.update(z=Plan("flow", "done", ("g",))),
+        "flow flow: h has run, and z was never stored",
+    ),
+    "a wrong result": (
+        lambda e: e.traces.append(traced("g", 14, 2, "wrong=h:x", 14.6)),
+        "kept: g got a wrong result: wrong=h:x",
+    ),
+    "dead without a fail job": (
+        lambda e: replace_journal(e, "dead 12 c 3 1 Permanent\nfailing 12 c", "dead 12 c 3 0 Permanent"),
+        "kept: c is dead without a fail job, and could have run",
     ),
     "left behind": (lambda e: e.queues["kept"].places.update(jobs={"z"}), "kept: jobs still has ['z']"),
     "a hole in the journal": (

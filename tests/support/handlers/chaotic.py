@@ -1,4 +1,4 @@
-"""Handlers that do what their data asks for, after writing it to the trace."""
+"""Handlers that do what their data asks for, after writing it to the trace. Their result is the id of the job."""
 
 import asyncio
 import os
@@ -10,25 +10,29 @@ from gil_holding import hold_in_thread  # type: ignore[import-not-found]
 from traced import hang, trace  # type: ignore[import-not-found]
 
 from forq import Job, Permanent, Snooze
+from forq.errors import NoResult
 
 _SLICE_SECONDS = 0.02
 _DAEMON_SECONDS = 600
 _KEPT_SECONDS = 4.0
 
 
-def handle(data: Any, job: Job) -> None:
-    """{"do": action, "seconds": duration, "times": failures before success}."""
+def handle(data: Any, job: Job) -> str:
+    """{"do": action, "seconds": duration, "times": failures before success, "needs": jobs whose results it gets}."""
     trace(job, "start")
+    _check_results(data, job)
     if data["do"] != "work" and _tries(job) < data["times"]:
         trace(job, data["do"])
         _MISDEEDS[data["do"]](job)
     _work(job, data["seconds"])
     trace(job, "end")
+    return job.id
 
 
-async def handle_async(data: Any, job: Job) -> None:
+async def handle_async(data: Any, job: Job) -> str:
     """The same on the event loop. Misdeeds that block it hold up the other jobs."""
     trace(job, "start")
+    _check_results(data, job)
     if data["do"] != "work" and _tries(job) < data["times"]:
         trace(job, data["do"])
         _MISDEEDS[data["do"]](job)
@@ -38,11 +42,26 @@ async def handle_async(data: Any, job: Job) -> None:
         if left > _SLICE_SECONDS:
             trace(job, "slice")
     trace(job, "end")
+    return job.id
 
 
 def on_fail(data: Any, job: Job) -> None:
     """A fail handler: writes the id of the failed job to the trace."""
     trace(job, f"failed={data[1]['id']}")
+
+
+def _check_results(data: Any, job: Job) -> None:
+    """A job that has not succeeded has no result; of any other it is there, wherever its worker was killed."""
+    if not data.get("needs"):
+        return
+    try:
+        results = job.results()
+    except NoResult:
+        trace(job, "wrong=missing")
+        raise
+    for needed, result in zip(data["needs"], results, strict=True):
+        if result not in (needed, None):
+            trace(job, f"wrong={needed}:{result}")
 
 
 def _tries(job: Job) -> int:

@@ -25,7 +25,7 @@ class Dependency:
 
 @dataclass
 class Hold:
-    """`others`: it also waits for batches or jobs of other queues, of which this journal knows nothing."""
+    """`others`: it also waits for batches, or for jobs of other queues, whose ends this journal does not tell."""
 
     when: str
     dependencies: list[Dependency] = field(default_factory=list)
@@ -34,7 +34,7 @@ class Hold:
     def may_run(self) -> bool:
         hows = [each.how for each in self.dependencies]
         if self.when == "dead":
-            return "dead" in hows or "?" in hows or self.others
+            return self.others or "dead" in hows or "?" in hows
         return all(how in (("done", "released", "?") if self.when == "done" else (how or "",)) for how in hows)
 
 
@@ -166,7 +166,7 @@ class Replay:
             return
         # Those that have ended may be listed still, until pulse has told this job.
         hold, listed = self.held[job], set(names)
-        self._demand(event, hold.when == when)
+        self._demand(event, hold.when == when and (hold.others or not others))
         known = {each.name: each for each in hold.dependencies}
         self._demand(event, listed <= set(known))
         self._demand(event, all(each.how or name in listed for name, each in known.items()))
@@ -211,11 +211,10 @@ class Replay:
     def _unmet(self, event: Event, job: str) -> None:
         name, how = (event.cause or " ").split(" ")
         self._demand(event, job in self.held and how not in ("done", "released"))
-        known = {each.name: each.how for each in self.held[job].dependencies}
-        if name == "-":
-            self._demand(event, self.held[job].others)
-        else:
-            self._demand(event, self.held[job].when == "done" and known.get(name) in (how, "?"))
+        hold = self.held[job]
+        self._demand(event, hold.when == "done" or how == "abandoned")
+        known = {each.name: each.how for each in hold.dependencies}
+        self._demand(event, hold.others if name == "-" else known.get(name) in (how, "?"))
         del self.held[job]
         self.ready[job] = None
         self._to_come[job] = ("claimed",)
