@@ -1,4 +1,4 @@
-"""The Spin model of claim, settle and recover in docs/design/model, if Spin is installed."""
+"""The Spin models in docs/design/model, if Spin is installed."""
 
 import re
 import shutil
@@ -34,6 +34,21 @@ def test_the_models_hold_with_their_guards_and_fail_without() -> None:
         ("unmarked", "fails"),
         ("misordered", "fails"),
         ("uncompared", "fails"),
+        *[("batch", "holds")] * 2,
+        *[("child", "holds")] * 2,
+        ("again", "holds"),
+        *[("held", "holds")] * 2,
+        ("unverified", "fails"),
+        ("doubled", "fails"),
+        ("removed", "fails"),
+        ("unpending", "fails"),
+        ("edgeless", "fails"),
+        *[("nonceless", "fails")] * 2,
+        ("unsealed", "fails"),
+        ("forgetful", "fails"),
+        ("undated", "fails"),
+        ("late", "fails"),
+        *[("unstamped", "fails")] * 2,
     ]
     assert without_states(done.stdout) in without_states((MODEL / "README.md").read_text()), (
         "the output in the page is outdated"

@@ -1,18 +1,22 @@
 /* A batch with two members, and jobs that wait for it: ends, edges, slots, reports.
  *
  * Each Redis script is one atomic step. Between two steps anybody may stop for any time. By default a producer adds both
- * members, one in the home queue and one in another queue. With -DCHILD the producer adds the first, and that one adds the
- * second while it runs. With -DHELD there is no batch: a held job waits for two jobs in two other queues. Every other flag
- * takes one guard away; Spin then shows the failure: see README.md.
+ * members: job 0 in the home queue and job 1 in another queue. With -DCHILD it adds job 0, which adds job 1 while it
+ * runs. With -DHELD there is no batch: a held job waits for both, in two other queues. With -DREUSED a report for an
+ * earlier target of the same id is still on its way, with -DAGAIN another process opens the batch, too. Each of the other
+ * flags takes one guard away: Spin then shows the failure. See README.md.
  *
  * Time: `old` is set when a slot has been reserved for 10 minutes. A job is stored before that, or not at all.
  */
 
 #ifdef CHILD
 #define ATTEMPTED_TWICE 0
+#elif defined(HELD)
+#define ATTEMPTED_TWICE NOBODY   /* the target makes no difference to that */
 #else
 #define ATTEMPTED_TWICE 1
 #endif
+#define NOBODY 255
 #define EARLIER 1                /* the nonce of an earlier target with this id */
 #define FIRST 2                  /* that of this one */
 
@@ -53,7 +57,12 @@ bool lost_at;                    /* it has a number for a child, and has not sto
 #define has_ended (state == done || state == failed || state == abandoned)
 
 inline fire(c) {
-  callback[c] = over; fired[c]++; printf("> callback %d becomes ready\n", c);
+  callback[c] = over; fired[c]++;
+  if
+  :: c == ON_DONE -> printf("> on_done becomes ready\n")
+  :: c == ON_END -> printf("> on_end becomes ready\n")
+  :: c == ON_DEAD -> printf("> on_dead becomes ready\n")
+  fi;
   assert(fired[c] == 1);                         /* at most once */
   assert(c == ON_DEAD || was_sealed);            /* not before the seal */
   assert(c == ON_DEAD || !alive(0) && !alive(1));/* not before every member that exists has ended */
@@ -101,15 +110,15 @@ inline count(m, its_nonce, its_how) {
 
 /* batches.finish */
 inline finish(its_how) {
-  state = its_how; printf("> the batch ends as %e\n", its_how);
+  state = its_how; printf("> the batch ends as %e\n", state);
   if
-  :: callback[ON_DONE] == held && its_how == done -> fire(ON_DONE)
-  :: callback[ON_DONE] == held && its_how != done -> callback[ON_DONE] = over
+  :: callback[ON_DONE] == held && state == done -> fire(ON_DONE)
+  :: callback[ON_DONE] == held && state != done -> callback[ON_DONE] = over
   :: else -> skip
   fi;
   if
-  :: callback[ON_END] == held && its_how != abandoned -> fire(ON_END)
-  :: callback[ON_END] == held && its_how == abandoned -> callback[ON_END] = over
+  :: callback[ON_END] == held && state != abandoned -> fire(ON_END)
+  :: callback[ON_END] == held && state == abandoned -> callback[ON_END] = over
   :: else -> skip
   fi;
   if
@@ -125,11 +134,7 @@ inline finish_if_over() {
 #else
   :: has_ended || state == open || open_count > 0 -> skip
 #endif
-  :: else ->
-     if
-     :: state == cancelled || bad -> finish(failed)
-     :: else -> finish(done)
-     fi
+  :: else -> finish((state == cancelled || bad -> failed : done))
   fi
 }
 
@@ -200,17 +205,17 @@ inline earlier_reports() {
 }
 
 /* flows.end_jobs: the edge is followed in the step that ends its source. */
-inline end_job(m, its_how) {
-  job[m] = ended; how[m] = its_how; fence[m] = 0; printf("> job %d ends as %e\n", m, its_how);
+inline end_job(m) {
+  job[m] = ended; fence[m] = 0; printf("> job %d ends as %e\n", m, how[m]);
   if
   :: edge[m] -> followed = edge[m]; edge[m] = 0;
 #ifndef HELD
      if
-     :: m == 0 -> count(0, followed, its_how)   /* it is in the home queue */
-     :: else -> reports[m]!its_how, followed
+     :: m == 0 -> count(0, followed, how[0])   /* it is in the home queue */
+     :: else -> reports[m]!how[m], followed
      fi;
 #else
-     reports[m]!its_how, followed;
+     reports[m]!how[m], followed;
 #endif
      followed = 0
   :: else -> skip
@@ -247,9 +252,10 @@ inline settle(m, its_fence) {
   if
   :: job[m] == running && fence[m] == its_fence ->
      if
-     :: end_job(m, done)
-     :: end_job(m, dead)
-     fi
+     :: how[m] = done
+     :: how[m] = dead
+     fi;
+     end_job(m)
   :: else -> printf("> the settle of job %d is refused\n", m)
   fi
 }
@@ -281,11 +287,17 @@ end:
   :: atomic { job[_pid] == waiting -> job[_pid] = running; fence[_pid]++; mine = fence[_pid];
        printf("> job %d begins, attempt %d\n", _pid, mine); reserve_child() };
      if
-     :: atomic { _pid == ATTEMPTED_TWICE && !lost_fence -> take_away(_pid) }
-     :: number -> store(1, FIRST); atomic { settle(_pid, mine) }
-     :: atomic { settle(_pid, mine) }            /* with CHILD: its handler has failed before it stored the child */
+     :: atomic { _pid == ATTEMPTED_TWICE && !lost_fence -> take_away(_pid); mine = 0 }
+     :: number -> store(1, FIRST)
+     :: true -> skip                             /* with CHILD: its handler fails before that */
      fi;
-     atomic { number = false; mine = 0 }
+     atomic {
+       if
+       :: mine -> settle(_pid, mine)
+       :: else -> skip
+       fi;
+       number = false; mine = 0
+     }
   :: atomic { job[_pid] == ended -> break }
   od
 }
@@ -350,12 +362,14 @@ dies:
   atomic { m = 0; its_nonce = 0; its_how = none }
 }
 
-#ifdef UNDATED
-#define to_verify(m) (slot[m] && (state == sealed || state == cancelled || state == held))
+/* batches.tend. `UNDATED`: the batch was sealed 10 minutes ago, whenever this number was reserved. */
+#ifdef UNVERIFIED
+#define to_verify(m) false
+#elif defined(UNDATED)
+#define to_verify(m) (slot[m] && old[0] && (state == sealed || state == cancelled))
 #else
 #define to_verify(m) (slot[m] && old[m] && (state == sealed || state == cancelled || state == held))
 #endif
-
 #ifdef UNPENDING
 #define is_gone (edge[m] != its_nonce)
 #else
@@ -474,7 +488,7 @@ dies:
 }
 
 #ifdef AGAIN
-/* The same call of open_batch, repeated by another process. */
+/* Another process opens the same batch. */
 active proctype opener() {
   if
   :: atomic { state == open -> printf("> another process opens the batch\n") };
@@ -487,18 +501,20 @@ active proctype opener() {
 
 inline cancel_member(m) {
   if
-  :: slot[m] && job[m] == waiting && edge[m] == nonce -> end_job(m, cancelled)
+  :: slot[m] && job[m] == waiting && edge[m] == nonce -> how[m] = cancelled; end_job(m)
   :: else -> skip
   fi
 }
 
 active proctype canceller() {
-  byte followed;
+  byte m, followed;
   if
   :: atomic { state == open || state == sealed ->
        state = cancelled; was_sealed = true; printf("> the batch is cancelled\n"); finish_if_over() };
-     atomic { cancel_member(0) };
-     atomic { cancel_member(1) }
+     do
+     :: atomic { m < 2 -> cancel_member(m); m++ }
+     :: else -> break
+     od
   :: true -> skip
   fi
 }
