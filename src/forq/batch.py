@@ -7,13 +7,14 @@
 A batch lives in one queue, its home; its callbacks are jobs of that queue. It is sealed at the end of the block.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from forq.api_types import BatchInfo
 from forq.broker.batches import MEMBERS_PER_CALL, StoredBatch, check_batch_id
-from forq.broker.enqueue import NewJob, Producer, Update, new_job
+from forq.broker.enqueue import NewJob, Producer, Repeatable, TokenTerms, Update, new_job
 from forq.broker.link import Link
 from forq.errors import Exists, UsageError
 from forq.job import new_id
@@ -23,9 +24,13 @@ if TYPE_CHECKING:
     from forq.app.tasks import JobRef, Prepared
 
 T = TypeVar("T")
+# A member may be stored for so long after its number was reserved. Twice as long after that, it counts as lost
+# (lua/batches.lua, CHECK_MS): clocks may differ by a part of the rest.
+STORED_WITHIN_MS = 300_000
+# How long a repeated call finds the callbacks that it has stored.
+CALLBACKS_KNOWN_MS = 30 * 24 * 3_600_000
 # Name of a callback -> what it waits for.
 _WHEN = {"on_done": "done", "on_end": "ended", "on_dead": "dead"}
-_REFUSE = Update("refuse")
 CANCELLED_PER_CALL = 1000
 
 
@@ -52,6 +57,8 @@ class Batch:
         # The running member that adds others, and how many it has added.
         self._parent, self._parent_id, self._children = parent, parent_id, 0
         self._unsent: list[tuple[str, NewJob]] = []
+        # Of the queues of members; and when it was read.
+        self._terms: dict[str, tuple[TokenTerms, float]] = {}
 
     def enqueue(self, queue: str, data: Any, **options: Any) -> str:
         """Adds a job of this queue and returns its id. Options: as for `Queue.enqueue`, without those for known ids."""
@@ -81,6 +88,7 @@ class Batch:
         if not members:
             return
         stored = self._stored()
+        policies = {queue: self._policy(queue) for queue in {queue for queue, _ in members}}
         after = self._children - len(members)
         numbers = stored.reserve([(queue, job.id) for queue, job in members], self._parent, max(0, after))
         by_queue: dict[str, list[NewJob]] = {}
@@ -91,13 +99,22 @@ class Batch:
         for queue, jobs in by_queue.items():
             producer = Producer(self._link(), self._prefix, queue)
             try:
-                producer.enqueue_many(jobs, _REFUSE)
+                producer.enqueue_many(jobs, policies[queue])
             except Exists:
                 if self._parent is None:
                     raise
                 # An earlier attempt has stored some of them.
                 for job in jobs:
-                    producer.enqueue([job], Update("skip"))
+                    producer.enqueue([job], policies[queue]._replace(if_exists="skip"))
+
+    def _policy(self, queue: str) -> Update:
+        """The server refuses a member that comes so late that it may count as lost (TooLate)."""
+        if queue not in self._terms:
+            terms = Producer(self._link(), self._prefix, queue).token_terms()
+            self._terms[queue] = terms, time.monotonic()
+        terms, read_at = self._terms[queue]
+        until_ms = terms.now_ms + round((time.monotonic() - read_at) * 1000) + STORED_WITHIN_MS
+        return Update("refuse", repeatable=Repeatable(terms.epoch, until_ms, until_ms))
 
     def seal(self) -> None:
         """Sends what was added; from now on the batch ends when its members have ended. Safe to repeat."""
@@ -187,10 +204,12 @@ def open_batch(
 ) -> Batch:
     """Creates a batch and stores its callbacks, which wait for it. May be repeated with the same id."""
     batch = Batch(link, prefix, queue, new_id() if id is None else id, keeps_results=results)
-    batch._stored().open(keeps_results=results)
+    terms = batch._stored().open(keeps_results=results)
     waiting = [
         job._replace(
             id=f"{batch.id}:{name}",
+            # Also once it has ended: a repeated call must not store it again.
+            token=f"{batch.id}:{name}",
             after=f"{_WHEN[name]} 0 b{batch.id}",
             options=f"{job.options},g={batch.id}" if job.options else f"g={batch.id}",
         )
@@ -198,8 +217,9 @@ def open_batch(
         if job is not None
     ]
     if waiting:
-        # A repeated call finds them.
-        Producer(link(), prefix, batch.queue).enqueue(waiting, Update("skip"))
+        known_until_ms = terms.now_ms + CALLBACKS_KNOWN_MS
+        repeatable = Repeatable(terms.epoch, terms.now_ms + STORED_WITHIN_MS, known_until_ms)
+        Producer(link(), prefix, batch.queue).enqueue(waiting, Update("skip", repeatable=repeatable))
     return batch
 
 

@@ -9,7 +9,7 @@ from forq.batch import Batch
 from forq.broker.reports import Reports
 from forq.broker.scripts import script
 from forq.client import Client, new_job
-from forq.errors import BatchEnded, Exists, InvalidId, NoResult, UnknownBatch, UsageError
+from forq.errors import BatchEnded, Exists, InvalidId, NoResult, TooLate, UnknownBatch, UsageError
 from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
 
 HOUR_MS = 3_600_000
@@ -53,8 +53,9 @@ def pass_hours(queue: OneQueue, hours: float) -> None:
     for member, at_ms in queue.redis.zrange(queue.key("checks"), 0, -1, withscores=True):
         queue.redis.zadd(queue.key("checks"), {member: at_ms - hours * HOUR_MS})
     for field, value in queue.hash("batch:members").items():
-        place, _, seconds = value.rpartition(" ")
-        queue.redis.hset(queue.key("batch:members"), field, f"{place} {int(seconds) - round(hours * 3600)}")
+        member_queue, job_id, seconds, parent = value.split(" ")
+        moved = f"{member_queue} {job_id} {int(seconds) - round(hours * 3600)} {parent}"
+        queue.redis.hset(queue.key("batch:members"), field, moved)
 
 
 def is_clean(queue: OneQueue) -> bool:
@@ -384,3 +385,56 @@ def test_reports_are_delivered_in_parts(client: Client, queue: OneQueue, other: 
         other.producer.cancel(f"m{number}")
     deliver(other)
     assert (batch.info()["state"], batch.info()["other"]) == ("failed", 3000)
+
+
+def test_a_report_for_an_earlier_batch_of_the_id_does_not_count(
+    client: Client, queue: OneQueue, other: OneQueue
+) -> None:
+    first = client.batch("q", id="same")
+    first.enqueue("other", 1, id="old")
+    first.flush()
+    pass_hours(queue, 1.1)
+    queue.recovery().promote("q")
+    pass_hours(queue, 25)
+    queue.recovery().promote("q")
+    second = client.batch("q", id="same")
+    second.enqueue("q", 1, id="new")
+    second.seal()
+    other.producer.cancel("old")
+    deliver(other)
+    assert (second.info()["open"], second.info()["other"]) == (1, 0)
+
+
+def test_a_repeated_call_does_not_store_a_callback_again(client: Client, queue: OneQueue, worker: HandWorker) -> None:
+    batch = client.batch("q", id="B", **callbacks("on_dead"))
+    batch.enqueue("q", 1, id="a")
+    batch.flush()
+    worker.turn(1)
+    assert worker.turn(1, failed="a") == ["B:on_dead"]
+    worker.consumer.turn(9, [b"B:on_dead", worker.fence, 7], [], 0, 0)
+    worker.number = 9
+    client.batch("q", id="B", **callbacks("on_dead"))
+    assert worker.turn(5) == []
+
+
+def test_a_member_that_comes_too_late_is_refused(client: Client, queue: OneQueue) -> None:
+    batch = client.batch("q")
+    batch._policy("q")
+    terms, read_at = batch._terms["q"]
+    batch._terms["q"] = terms._replace(now_ms=terms.now_ms - 400_000), read_at
+    batch.enqueue("q", 1, id="a")
+    with pytest.raises(TooLate):
+        batch.flush()
+    assert queue.state().jobs == set()
+
+
+def test_a_child_that_its_parent_has_yet_to_store_is_not_lost(client: Client, queue: OneQueue) -> None:
+    """The first attempt of the parent has reserved its number and died; the parent waits for its retry."""
+    with client.batch("q") as batch:
+        batch.enqueue("q", 1, id="a")
+    queue.worker().turn(1)
+    batch._stored().reserve([("q", "child")], parent=1)
+    pass_hours(queue, 1)
+    queue.recovery().promote("q")
+    assert batch.info()["open"] == 2
+    assert batch._stored().reserve([("q", "child")], parent=1) == [2]

@@ -125,7 +125,7 @@ def test_nothing_is_left_of_a_flow_whose_storing_fails(queue: OneQueue, other: O
 
 
 def test_a_flow_whose_producer_dies_never_starts(
-    queue: OneQueue, other: OneQueue, worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+    queue: OneQueue, other: OneQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def die(*_: object) -> None:
         raise OutcomeUnknown("the connection broke")
@@ -140,10 +140,8 @@ def test_a_flow_whose_producer_dies_never_starts(
     other.recovery().promote("other")
     deliver(queue, other)
     deliver(queue, other)
-    assert set(queue.state().dead) == {"a", "b"}
+    assert set(queue.state().dead) == {"a", "b", "always"}
     assert other.state().dead == ["x"]
-    assert worker.turn(5) == ["always"]
-    worker.turn(0, done="always")
     assert is_clean(queue, other)
 
 

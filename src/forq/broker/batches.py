@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import orjson
 
-from forq.broker.enqueue import Producer
+from forq.broker.enqueue import Producer, TokenTerms
 from forq.broker.keys import queue_base
 from forq.broker.link import READ_BYTES, Link
 from forq.broker.scripts import OK, error_for, script
@@ -56,22 +56,36 @@ class StoredBatch:
         self._link = link
         self._prefix = prefix
         self._base = queue_base(prefix, queue)
-        self._epoch = ""
+        # The epoch of the home queue, and the nonce of the batch.
+        self._known: tuple[str, str] | None = None
 
-    def open(self, *, keeps_results: bool) -> None:
-        """Creates it; an open one of this id is joined. BatchEnded if it is sealed or has ended."""
+    def open(self, *, keeps_results: bool) -> TokenTerms:
+        """Creates it; an open one of this id is joined. BatchEnded if it is sealed or has ended. Returns the epoch and
+        the time of its home queue."""
         reply = self._run("open_batch", PROTOCOL, self.id, int(keeps_results))
-        self._epoch = reply[1].decode()
+        self._known = reply[1].decode(), reply[2].decode()
+        return TokenTerms(self._known[0], int(reply[3]), 0)
 
     def edge(self, number: int, queue: str, *, keeps_results: bool) -> str:
         """The edge of a member in this queue, as enqueue.lua stores it."""
-        edge = f"batch {self.id} {number} {keeps_results:d}"
-        return edge if queue == self.queue else f"to {self.queue} {self._epoch_of_home()} {edge}"
+        epoch, nonce = self._identity()
+        edge = f"batch {self.id} {nonce} {number} {keeps_results:d}"
+        return edge if queue == self.queue else f"to {self.queue} {epoch} {edge}"
 
-    def _epoch_of_home(self) -> str:
-        if not self._epoch:
-            self._epoch = (self._link.call("HGET", f"{self._base}:options", "epoch") or b"").decode()
-        return self._epoch
+    def _identity(self) -> tuple[str, str]:
+        if self._known is None:
+            epoch, entry = self._link.pipeline(
+                [("HGET", f"{self._base}:options", "epoch"), ("HGET", f"{self._base}:batches", self.id)], at=self._base
+            )
+            if epoch is None or entry is None:
+                raise self._unknown()
+            self._known = epoch.decode(), entry.decode().split(" ")[8]
+        return self._known
+
+    def _unknown(self) -> UnknownBatch:
+        return UnknownBatch(
+            f"queue {self.queue!r} has no batch {self.id!r}: it never existed, or ended more than a day ago"
+        )
 
     def reserve(self, members: Sequence[tuple[str, str]], parent: int | None = None, after: int = 0) -> list[int]:
         """Numbers for new members, given as (queue, id); 0 for one that has ended already.
@@ -98,10 +112,8 @@ class StoredBatch:
         """UnknownBatch if it never existed, or ended more than a day ago."""
         entry = self._link.call("HGET", f"{self._base}:batches", self.id)
         if entry is None:
-            raise UnknownBatch(
-                f"queue {self.queue!r} has no batch {self.id!r}: it never existed, or ended more than a day ago"
-            )
-        state, use, members, open_count, done, dead, other, at_ms = entry.decode().split(" ")
+            raise self._unknown()
+        state, use, members, open_count, done, dead, other, at_ms, _ = entry.decode().split(" ")
         return BatchCounts(
             state=state,
             members=int(members),
@@ -118,7 +130,7 @@ class StoredBatch:
         for first, values in self._numbered("batch:members", self.counts().members):
             for number, value in enumerate(values, first):
                 if value is not None:
-                    queue, job_id, _ = value.decode().split(" ")
+                    queue, job_id, *_ = value.decode().split(" ")
                     yield number, queue, job_id
 
     def cancel(self, most: int) -> tuple[int, bool]:

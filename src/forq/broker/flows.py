@@ -16,7 +16,16 @@ import orjson
 
 from forq.broker.batches import StoredBatch, check_batch_id
 from forq.broker.dependencies import MAX_DEPENDENCIES
-from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, JobIdentity, NewJob, Producer, Update
+from forq.broker.enqueue import (
+    CHUNK_BYTES,
+    CHUNK_JOBS,
+    JobIdentity,
+    NewJob,
+    PartlyStored,
+    Producer,
+    Repeatable,
+    Update,
+)
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import OK, error_for, script
@@ -28,6 +37,9 @@ MAX_FLOW_JOBS = 10_000
 MAX_PLAN_BYTES = 4 << 20
 # Jobs whose states are read in one round trip.
 STATES_PER_CALL = 500
+# How long storing a flow over several calls may take. Twice as long after it was stored, a job counts its dependencies
+# in other calls as lost (lua/batches.lua, CHECK_MS).
+STORED_WITHIN_MS = 300_000
 _REFUSE = Update("refuse")
 
 Stored = list[tuple[str, JobIdentity | None]]
@@ -159,10 +171,18 @@ class _StoreBackwards:
             for number, needed in enumerate(flow_job.needs, 1):
                 self._dependants[needed].append((index, number))
         self._stored: dict[int, tuple[str, JobIdentity | None]] = {}
+        # Jobs whose call failed halfway: (queue, id).
+        self._others: list[tuple[str, str]] = []
+        self._policies: dict[str, Update] = {}
 
     def run(self) -> Stored:
         self._gate.open(keeps_results=False)
         try:
+            for queue in {each.queue for each in self._jobs}:
+                terms = Producer(self._link, self._prefix, queue).token_terms()
+                until_ms = terms.now_ms + STORED_WITHIN_MS
+                # Later, the server refuses them (TooLate).
+                self._policies[queue] = Update("refuse", repeatable=Repeatable(terms.epoch, until_ms, until_ms))
             for level in self._levels():
                 self._store_level(level)
             self._open_gate_elsewhere()
@@ -188,7 +208,12 @@ class _StoreBackwards:
             by_queue[self._jobs[index].queue].append(index)
         for queue, indexes in by_queue.items():
             jobs = [self._with_edges(index) for index in indexes]
-            found = Producer(self._link, self._prefix, queue).enqueue_many_identified(jobs, _REFUSE)
+            producer = Producer(self._link, self._prefix, queue)
+            try:
+                found = producer.enqueue_many_identified(jobs, self._policies[queue])
+            except PartlyStored as exc:
+                self._others += [(queue, job_id) for job_id in exc.stored]
+                raise
             self._stored |= dict(zip(indexes, found, strict=True))
 
     def _with_edges(self, index: int) -> NewJob:
@@ -222,6 +247,9 @@ class _StoreBackwards:
         """Nothing of the flow may run: cancels what was stored. What cannot be reached is dead once the gate has been
         abandoned."""
         with suppress(ForqError):
+            for queue, job_id in self._others:
+                Producer(self._link, self._prefix, queue).cancel(job_id)
+            # In the order in which they were stored: a job before those that it waits for.
             for index, (job_id, identity) in self._stored.items():
                 Producer(self._link, self._prefix, self._jobs[index].queue).cancel(job_id, identity)
             self._gate.seal(cancel=True)

@@ -17,7 +17,7 @@ _EDGES = 1000
 # Jobs per step of a scan. Positions in a step need the same number in every call.
 _STEP = 500
 # The edge of a member to its batch; the queue if that is another one.
-_MEMBER = re.compile(r"(?:to (\S+) \d+ )?batch (\S+) (\d+) ")
+_MEMBER = re.compile(r"(?:to (\S+) \d+ )?batch (\S+) \d+ (\d+) ")
 _HOLD = re.compile(rb"([0-9]+) (done|ended|dead) ([0-9]) ([0-9]+) ([0-9]+) ([0-9]+)")
 _GROUP = re.compile(rb"([0-9]+):([0-9]+):")
 

@@ -73,7 +73,7 @@ class Reports:
             gone = [each.number for each, is_known in zip(part, known, strict=True) if not is_known]
             if gone:
                 how = "deleted" if reply[0] == NO_QUEUE else "lost"
-                lost = self._link.run(script("lose"), base, how, what, *gone)
+                lost = self._link.run(script("lose"), base, how, what, part[0].nonce, *gone)
                 if lost[0] not in (OK, NO_QUEUE):
                     raise error_for(queue, lost)
 
@@ -86,8 +86,10 @@ class Reports:
         if entry is None or epoch is None:
             return
         fields = entry.decode().split(" ")
-        use, count = (fields[1], int(fields[2])) if kind == "b" else (fields[2], int(fields[4]))
-        target = f"batch {name}" if kind == "b" else f"job {name} {fields[0]}"
+        use, count, nonce = (
+            (fields[1], int(fields[2]), fields[8]) if kind == "b" else (fields[2], int(fields[4]), fields[0])
+        )
+        target = f"{'batch' if kind == 'b' else 'job'} {name} {nonce}"
         for first in range(1, count + 1, NUMBERS_PER_CALL):
             numbers = range(first, min(first + NUMBERS_PER_CALL, count + 1))
             values = self._link.call("HMGET", f"{base}:{open_ones}", *(f"{name} {number}" for number in numbers))
@@ -100,15 +102,17 @@ class Reports:
                 if parts:
                     edge = f"{target} {number} {use}"
                     there = edge if parts[0] == queue else f"to {queue} {epoch.decode()} {edge}"
-                    yield Awaited(number, parts[0], parts[1], there)
+                    yield Awaited(number, parts[0], parts[1], nonce, there)
 
 
 class Awaited(NamedTuple):
-    """A job whose end is awaited: the number of its place, its queue, its id, and the edge that begins at it."""
+    """A job whose end is awaited: the number of its place, its queue, its id, the nonce of what waits for it, and the
+    edge between them."""
 
     number: int
     queue: str
     source: str
+    nonce: str
     edge: str
 
 

@@ -1,11 +1,12 @@
 -- Batches: sets of jobs in any queues, and what waits for all of them. A batch lives in one queue, its home.
 --
---   batches         B -> STATE USE ADDED OPEN DONE DEAD OTHER AT_MS. STATE: 'open' (members may be added), 'sealed',
---                   'cancelled' (sealed, and running members may not add any), or how it has ended. USE: '1' if results
+--   batches         B -> STATE USE ADDED OPEN DONE DEAD OTHER AT_MS NONCE. STATE: 'open' (members may be added),
+--                   'sealed', 'cancelled' (sealed, and running members may not add any), or how it has ended. USE: '1' if results
 --                   are kept. ADDED: members so far; OPEN: those that have not ended; DONE, DEAD, OTHER: how the others
---                   have. AT_MS: of its creation, and of the end once it has ended
---   batch:members   B ' ' NUMBER -> QUEUE ' ' ID ' ' SECONDS of a member that has not ended; SECONDS: when its number
---                   was reserved, before it was stored
+--                   have. AT_MS: of its creation, and of the end once it has ended. NONCE: in the edges of its members,
+--                   so that those of an earlier batch of this id do not count
+--   batch:members   B ' ' NUMBER -> QUEUE ' ' ID ' ' SECONDS ' ' PARENT of a member that has not ended. SECONDS: when
+--                   its number was reserved, before it was stored; PARENT: the number of the member that added it, or 0
 --   batch:results   B ' ' NUMBER -> HOW ' ' RESULT of one that has, with USE
 --   batch:children  B ' ' NUMBER -> members that this member has added; B ' ' NUMBER '.' N -> the number of one of them
 --   checks          zset: 'b' B or 'j' ID (a held job) by the time (ms) at which it is looked after again
@@ -28,8 +29,8 @@ local ENDED = { done = true, failed = true, abandoned = true }
 function batches.read(id)
   local entry = redis.call('HGET', key('batches'), id)
   if not entry then return nil end
-  local state, use, added, open_count, done_count, dead_count, other_count, at_ms =
-    string.match(entry, '^(%l+) (%d) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
+  local state, use, added, open_count, done_count, dead_count, other_count, at_ms, nonce =
+    string.match(entry, '^(%l+) (%d) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+)$')
   return {
     id = id,
     state = state,
@@ -40,12 +41,13 @@ function batches.read(id)
     dead = tonumber(dead_count),
     other = tonumber(other_count),
     at_ms = tonumber(at_ms),
+    nonce = nonce,
   }
 end
 
 function batches.write(batch)
-  redis.call('HSET', key('batches'), batch.id, string.format('%s %s %d %d %d %d %d %.0f', batch.state, batch.use,
-    batch.added, batch.open, batch.done, batch.dead, batch.other, batch.at_ms))
+  redis.call('HSET', key('batches'), batch.id, string.format('%s %s %d %d %d %d %d %.0f %s', batch.state,
+    batch.use, batch.added, batch.open, batch.done, batch.dead, batch.other, batch.at_ms, batch.nonce))
 end
 
 -- Whether what waits for this batch may still run.
@@ -79,10 +81,9 @@ function batches.finish_if_over(batch)
 end
 
 -- A member has ended. Removing its field is the only thing that counts, so a report may arrive twice.
-function batches.end_member(id, number, use, how, result)
-  local field = id .. ' ' .. number
-  if redis.call('HDEL', key('batch:members'), field) == 0 then return end
-  local batch = batches.read(id)
+function batches.end_member(id, nonce, number, use, how, result)
+  local field, batch = id .. ' ' .. number, batches.read(id)
+  if not batch or batch.nonce ~= nonce or redis.call('HDEL', key('batch:members'), field) == 0 then return end
   batch.open = batch.open - 1
   if SUCCESS[how] then
     batch.done = batch.done + 1
@@ -169,7 +170,7 @@ end
 -- open_batch: creates a batch, or joins it. Its callbacks are enqueued after this, waiting for it.
 -- KEYS[1]  the queue's base
 -- ARGV     protocol, B, whether results are kept ('1' | '0')
--- Returns  {OK, epoch, 1 new | 0 it exists}; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FLOWS_OFF}; {BATCH_ENDED}
+-- Returns  {OK, epoch, its nonce, now (ms)}; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FLOWS_OFF}; {BATCH_ENDED}
 -- States   unchanged
 function verbs.open_batch()
   if not epoch then return { NO_QUEUE } end
@@ -178,14 +179,14 @@ function verbs.open_batch()
   local id, use = ARGV[2], ARGV[3]
   local batch = batches.read(id)
   if batch and batch.state ~= 'open' then return { BATCH_ENDED } end
-  if batch then return { OK, epoch, 0 } end
+  if batch then return { OK, epoch, batch.nonce, now_ms } end
   flows.switch_on()
   batches.write({ id = id, state = 'open', use = use, added = 0, open = 0, done = 0, dead = 0, other = 0,
-    at_ms = now_ms })
+    at_ms = now_ms, nonce = now_text() })
   batches.check_at('b' .. id, now_ms + UNSEALED_MS)
   journal.note('batch_opened 0 ' .. id)
   journal.write('-')
-  return { OK, epoch, 1 }
+  return { OK, epoch, now_text(), now_ms }
 end
 
 -- add_members: reserves numbers for new members, before they are stored in their queues. With a parent, itself a member
@@ -209,10 +210,11 @@ function verbs.add_members()
     return { BATCH_ENDED }
   end
 
-  local reply, fields, reserved_at = { OK }, {}, string.format(' %.0f', now_ms / 1000)
+  local reply, fields = { OK }, {}
+  local since = string.format(' %.0f %s', now_ms / 1000, parent_number == '' and '0' or parent_number)
   local function reserve(at)
     batch.added, batch.open = batch.added + 1, batch.open + 1
-    fields[#fields + 1], fields[#fields + 2] = id .. ' ' .. batch.added, ARGV[at] .. reserved_at
+    fields[#fields + 1], fields[#fields + 2] = id .. ' ' .. batch.added, ARGV[at] .. since
     return batch.added
   end
   for at = FIRST_MEMBER, #ARGV do
@@ -223,7 +225,12 @@ function verbs.add_members()
       local n = tonumber(ARGV[3]) + at - FIRST_MEMBER + 1
       local known = redis.call('HGET', key('batch:children'), parent_field .. '.' .. n)
       number = tonumber(known) or reserve(at)
-      if known and redis.call('HEXISTS', key('batch:members'), id .. ' ' .. known) == 0 then number = 0 end
+      if known and redis.call('HEXISTS', key('batch:members'), id .. ' ' .. known) == 0 then
+        number = 0
+      elseif known then
+        -- Its time begins again: verbs.lose must not take it for one that was never stored.
+        fields[#fields + 1], fields[#fields + 2] = id .. ' ' .. known, ARGV[at] .. since
+      end
       if not known then
         redis.call('HSET', key('batch:children'), parent_field .. '.' .. n, number, parent_field, n)
       end
@@ -315,23 +322,25 @@ function verbs.verify()
 end
 
 -- lose: ends members, or dependencies, whose jobs are gone without a report: data was lost, or a queue was deleted. Not
--- members whose number was reserved so shortly ago that their producer may be about to store them.
+-- members that may still be stored: those whose number was reserved a short time ago, and those that a member has to
+-- add which has not ended.
 -- KEYS[1]  the queue's base
--- ARGV     how ('lost' | 'deleted'), 'b' B or 'j' ID, then the number of each
+-- ARGV     how ('lost' | 'deleted'), 'b' B or 'j' ID, its nonce, then the number of each
 -- Returns  {OK}; {NO_QUEUE}
 -- States   held -> waiting | scheduled | dead | cancelled
 function verbs.lose()
   if not epoch then return { NO_QUEUE } end
-  local how, kind, id = ARGV[1], string.sub(ARGV[2], 1, 1), string.sub(ARGV[2], 2)
+  local how, kind, id, nonce = ARGV[1], string.sub(ARGV[2], 1, 1), string.sub(ARGV[2], 2), ARGV[3]
+  local batch = kind == 'b' and batches.read(id)
   edges_resolving = true
-  for i = 3, #ARGV do
+  for i = 4, #ARGV do
     local hold = kind == 'j' and flows.read_hold(id)
-    if hold then
-      flows.meet(id, hold.nonce, ARGV[i], hold.use, how)
-    elseif kind == 'b' then
-      local batch, member = batches.read(id), redis.call('HGET', key('batch:members'), id .. ' ' .. ARGV[i])
-      local since_ms = member and 1000 * string.match(member, '(%d+)$')
-      if member and now_ms - since_ms >= CHECK_MS then batches.end_member(id, ARGV[i], batch.use, how) end
+    if hold then flows.meet(id, nonce, ARGV[i], hold.use, how) end
+    local member = batch and redis.call('HGET', key('batch:members'), id .. ' ' .. ARGV[i])
+    local seconds, parent_number = string.match(member or '', ' (%d+) (%d+)$')
+    if seconds and now_ms - 1000 * seconds >= CHECK_MS
+      and redis.call('HEXISTS', key('batch:members'), id .. ' ' .. parent_number) == 0 then
+      batches.end_member(id, nonce, ARGV[i], batch.use, how)
     end
   end
   edges_resolving = false

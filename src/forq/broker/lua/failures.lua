@@ -198,7 +198,8 @@ function dead.cause_of(error)
   return name == '' and '-' or (string.gsub(name, '[\\%c \128-\255]', '_'))
 end
 
--- Moves jobs to dead. Each has id, fence, micros, record, error and brief error (JSON), and perhaps no_fail_job.
+-- Moves jobs to dead. Each has id, fence, micros, record, error and brief error (JSON); a job that never
+-- ran also no_fail_job, and perhaps ends_as: what those that wait for it are told.
 function dead.bury(jobs)
   local function delete_dead(members)
     if #members == 0 then return end
@@ -274,7 +275,7 @@ function dead.bury(jobs)
   end
   attempts.delete(ids)
   progress.delete(ended)
-  flows.end_jobs(ids, 'dead', fences)
+  flows.end_jobs(ids, jobs[1].ends_as or 'dead', fences)
   local excess = redis.call('ZCARD', key('dead')) - option('dead_max')
   local most = math.max(DEAD_EXPIRED_PER_CALL, 2 * #jobs)
   if excess > 0 then delete_dead(redis.call('ZRANGE', key('dead'), 0, math.min(excess, most) - 1)) end

@@ -22,8 +22,8 @@
 --               open: of a job that is dead because of one of them. MEMBER: ID@FENCE
 --   dead:inputs MEMBER -> COUNT ' ' USE, of a dead job that has run; MEMBER ' ' NUMBER: as in `inputs`
 --
--- An edge is 'job' ID NONCE NUMBER USE, or 'batch' B NUMBER USE, or 'to' QUEUE EPOCH followed by one of these: then a
--- report goes to that queue. WHEN: 'done' (all must succeed), 'ended' or 'dead' (the first death).
+-- An edge is 'job' ID NONCE NUMBER USE, or 'batch' B NONCE NUMBER USE, or 'to' QUEUE EPOCH followed by one of these:
+-- then a report goes to that queue. WHEN: 'done' (all must succeed), 'ended' or 'dead' (the first death).
 -- USE: '0': results are not needed; '1': the handler can read them; '2', '3': its first argument is the only result, or
 -- the list of them.
 
@@ -160,7 +160,8 @@ function flows.doom(hold, number, dependency, how)
   journal.note('unmet 0 ' .. hold.id .. ' ' .. (kind == 'job' and name or '-') .. ' ' .. how)
   journal.note('claimed ' .. fence .. ' 1 ' .. hold.id)
   dead.bury({
-    { id = hold.id, fence = fence, micros = '-', record = record, error = error, brief = error, no_fail_job = true },
+    { id = hold.id, fence = fence, micros = '-', record = record, error = error, brief = error, no_fail_job = true,
+      ends_as = how == 'abandoned' and how or nil },
   })
 end
 
@@ -367,7 +368,7 @@ function flows.end_jobs(ids, how, fences, reported)
     flows.detach(ids, how, reported)
   end
   blocked.unblock(ids)
-  waiters.notify(ids, how, fences)
+  waiters.notify(ids, how == 'abandoned' and 'dead' or how, fences)
   flows.resolve()
 end
 
@@ -385,8 +386,8 @@ end
 function flows.apply(edge, how, result)
   local id, nonce, number, use = string.match(edge, '^job (%S+) (%d+) (%d+) (%d)$')
   if id then return flows.meet(id, nonce, number, use, how, result) end
-  local batch, member, batch_use = string.match(edge, '^batch (%S+) (%d+) (%d)$')
-  if batch then return batches.end_member(batch, member, batch_use, how, result) end
+  local batch, batch_nonce, member, batch_use = string.match(edge, '^batch (%S+) (%d+) (%d+) (%d)$')
+  if batch then return batches.end_member(batch, batch_nonce, member, batch_use, how, result) end
   local queue, epoch_there, inner, use_there = string.match(edge, '^to (%S+) (%d+) (.* (%d))$')
   if queue then batches.send_report(queue, epoch_there, inner, how, use_there ~= '0' and result or '') end
 end
@@ -467,8 +468,8 @@ end
 -- The membership of a source, as in mark_claimed; nil if it is no member. It is the first edge.
 function flows.membership(groups)
   local edge = redis.call('HGET', key('edges'), string.match(groups, '^%d+') .. ' 1') or ''
-  local home, batch, number = string.match(edge, '^to (%S+) %d+ batch (%S+) (%d+) ')
-  if not home then batch, number = string.match(edge, '^batch (%S+) (%d+) ') end
+  local home, batch, number = string.match(edge, '^to (%S+) %d+ batch (%S+) %d+ (%d+) ')
+  if not home then batch, number = string.match(edge, '^batch (%S+) %d+ (%d+) ') end
   return batch and 'm=' .. (home or '') .. ':' .. batch .. ':' .. number
 end
 
