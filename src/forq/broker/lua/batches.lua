@@ -70,9 +70,8 @@ function batches.finish(batch, how)
   batches.write(batch)
   batches.check_at('b' .. batch.id, now_ms + ENDED_MS)
   journal.note('batch_ended 0 ' .. batch.id .. ' ' .. how .. ' ' .. batch.added)
-  local deaths = how == 'abandoned' and how or batch.dead > 0 and 'dead' or 'done'
-  flows.detach({ batch.id .. ' deaths' }, deaths)
-  flows.detach({ batch.id .. ' batch' }, how)
+  -- At its first death, those that wait for it have gone.
+  flows.detach({ batch.id .. ' deaths', batch.id .. ' batch' }, how)
 end
 
 function batches.finish_if_over(batch)
@@ -89,6 +88,7 @@ function batches.end_member(id, nonce, number, use, how, result)
     batch.done = batch.done + 1
   elseif how == 'dead' then
     batch.dead = batch.dead + 1
+    flows.detach({ id .. ' deaths' }, 'dead')
   else
     batch.other = batch.other + 1
   end
@@ -97,7 +97,6 @@ function batches.end_member(id, nonce, number, use, how, result)
     redis.call('HSET', key('batch:results'), field, how .. ' ' .. (result or ''))
     edge_bytes = edge_bytes + #(result or '')
   end
-  if how == 'dead' and batch.dead == 1 then flows.detach({ id .. ' deaths' }, 'dead') end
   batches.finish_if_over(batch)
 end
 
@@ -121,7 +120,7 @@ end
 -- What is looked after now: batches that nobody seals, members in other queues, ended batches that are forgotten.
 -- Returns the batches and held jobs whose members or dependencies in other queues pulse has to verify.
 function batches.tend()
-  if not flows_on or redis.call('EXISTS', key('checks')) == 0 then return {} end
+  if not flows_on then return {} end
   local due = redis.call('ZRANGEBYSCORE', key('checks'), '-inf', string.format('%.0f', now_ms), 'LIMIT', 0,
     CHECKS_PER_CALL)
   local to_verify = {}
@@ -272,14 +271,12 @@ end
 function verbs.report()
   if not epoch then return { NO_QUEUE } end
   local applied = 0
-  edges_resolving = true
   for i = 1, #ARGV do
     if edges_left <= 0 or edge_bytes >= READ_BYTES then break end
     local how, epoch_here, edge, result = string.match(ARGV[i], '^(%l+) (%d+) ([^\n]*)\n(.*)$')
     edges_left, applied = edges_left - 1, i
-    if how and epoch_here == epoch then flows.apply(edge, how, result ~= '' and result or nil) end
+    if epoch_here == epoch then flows.apply(edge, how, result ~= '' and result or nil) end
   end
-  edges_resolving = false
   flows.resolve()
   hints.wake_idle(NOTIFY_AWAITERS)
   journal.write('-')
@@ -301,7 +298,6 @@ function verbs.attach()
     flows.detach({ batch.id .. ' batch' }, batch.state)
     flows.resolve()
   end
-  journal.write('-')
   return { OK }
 end
 
@@ -332,7 +328,6 @@ function verbs.lose()
   if not epoch then return { NO_QUEUE } end
   local how, kind, id, nonce = ARGV[1], string.sub(ARGV[2], 1, 1), string.sub(ARGV[2], 2), ARGV[3]
   local batch = kind == 'b' and batches.read(id)
-  edges_resolving = true
   for i = 4, #ARGV do
     local hold = kind == 'j' and flows.read_hold(id)
     if hold then flows.meet(id, nonce, ARGV[i], hold.use, how) end
@@ -343,7 +338,6 @@ function verbs.lose()
       batches.end_member(id, nonce, ARGV[i], batch.use, how)
     end
   end
-  edges_resolving = false
   flows.resolve()
   hints.wake_idle(NOTIFY_AWAITERS)
   journal.write('-')

@@ -388,7 +388,6 @@ function verbs.enqueue()
   end
   for _, source in ipairs(sources_at) do flows.add_edges(source[1], source[2], flows.wants_result(source[2])) end
   for _, at in ipairs(waiting_at) do flows.connect(ARGV[at], afters[at], stored_us) end
-  flows.resolve()
   hints.wake_idle(NOTIFY_AWAITERS)
   journal.write('-')
   reply[2] = table.concat(times, ' ')
