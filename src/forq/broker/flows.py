@@ -10,13 +10,14 @@
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple
 
 import orjson
 
 from forq.broker.batches import StoredBatch, check_batch_id
 from forq.broker.dependencies import MAX_DEPENDENCIES
-from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, JobIdentity, NewJob, Producer, Update
+from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, JobIdentity, NewJob, Producer, Update, chunks
 from forq.broker.inspect import Inspector
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
@@ -168,9 +169,11 @@ class _StoreBackwards:
         for index in level:
             by_queue[self._jobs[index].queue].append(index)
         for queue, indexes in by_queue.items():
-            jobs = [self._with_edges(index) for index in indexes]
-            found = Producer(self._link, self._prefix, queue).enqueue_many_identified(jobs, _REFUSE)
-            self._stored |= dict(zip(indexes, found, strict=True))
+            producer, left = Producer(self._link, self._prefix, queue), iter(indexes)
+            for chunk in chunks([self._with_edges(index) for index in indexes]):
+                # Noted chunk by chunk, since a later one may be refused.
+                found = producer.enqueue_identified(chunk, _REFUSE)
+                self._stored |= dict(zip(islice(left, len(found)), found, strict=True))
 
     def _with_edges(self, index: int) -> NewJob:
         flow_job = self._jobs[index]
