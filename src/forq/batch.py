@@ -84,13 +84,15 @@ class Batch:
 
     def flush(self) -> None:
         """Stores the members that were added so far."""
-        members, self._unsent = self._unsent, []
+        members = self._unsent
         if not members:
             return
         stored = self._stored()
         policies = {queue: self._policy(queue) for queue in {queue for queue, _ in members}}
         after = self._children - len(members)
         numbers = stored.reserve([(queue, job.id) for queue, job in members], self._parent, max(0, after))
+        # Not before: a repeated `seal` without them would end the batch as done. From here on their numbers are open.
+        self._unsent = []
         by_queue: dict[str, list[NewJob]] = {}
         for (queue, job), number in zip(members, numbers, strict=True):
             if number:

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 
 from forq.batch import Batch
+from forq.broker.batches import StoredBatch
 from forq.broker.reports import Reports
 from forq.broker.scripts import script
 from forq.client import Client, new_job
-from forq.errors import BatchEnded, Exists, InvalidId, NoResult, TooLate, UnknownBatch, UsageError
+from forq.errors import BatchEnded, Exists, InvalidId, NoResult, OutcomeUnknown, TooLate, UnknownBatch, UsageError
 from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
 
 HOUR_MS = 3_600_000
@@ -374,6 +375,23 @@ def test_a_deleted_home_leaves_nothing(client: Client, queue: OneQueue, other: O
     deliver(other)
     assert is_clean(other)
     assert batch.queue == "q"
+
+
+def test_a_repeated_seal_sends_what_the_first_one_could_not(
+    client: Client, queue: OneQueue, worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object) -> None:
+        raise OutcomeUnknown("the connection broke")
+
+    batch = client.batch("q", **callbacks("on_done"))
+    batch.enqueue("q", 1, id="a")
+    with monkeypatch.context() as patched:
+        patched.setattr(StoredBatch, "reserve", fail)
+        with pytest.raises(OutcomeUnknown):
+            batch.seal()
+    batch.seal()
+    assert worker.turn(5) == ["a"]
+    assert worker.turn(5, done="a") == ids(batch, "on_done")
 
 
 def test_reports_are_delivered_in_parts(client: Client, queue: OneQueue, other: OneQueue) -> None:

@@ -124,6 +124,20 @@ def test_nothing_is_left_of_a_flow_whose_storing_fails(queue: OneQueue, other: O
     assert is_clean(queue, other)
 
 
+@pytest.mark.parametrize("needs", [(), (0,)])
+def test_nothing_is_left_of_a_flow_of_which_some_calls_were_refused(
+    queue: OneQueue, other: OneQueue, needs: tuple[int, ...]
+) -> None:
+    """The last job of a level is refused; those before it were stored by another call."""
+    other.enqueue("taken")
+    many = [job(f"m{number}", *needs, queue="other") for number in range(600)]
+    with pytest.raises(Exists):
+        store(queue, job("a"), *many, job("taken", *needs, queue="other"))
+    assert other.state().jobs == {"taken"}
+    assert (other.state().dead, queue.state().dead) == ([], [])
+    assert is_clean(queue, other)
+
+
 def test_a_flow_whose_producer_dies_never_starts(
     queue: OneQueue, other: OneQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, NamedTuple
 
 import orjson
@@ -21,10 +22,10 @@ from forq.broker.enqueue import (
     CHUNK_JOBS,
     JobIdentity,
     NewJob,
-    PartlyStored,
     Producer,
     Repeatable,
     Update,
+    chunks,
 )
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
@@ -171,8 +172,6 @@ class _StoreBackwards:
             for number, needed in enumerate(flow_job.needs, 1):
                 self._dependants[needed].append((index, number))
         self._stored: dict[int, tuple[str, JobIdentity | None]] = {}
-        # Jobs whose call failed halfway: (queue, id).
-        self._others: list[tuple[str, str]] = []
         self._policies: dict[str, Update] = {}
 
     def run(self) -> Stored:
@@ -207,14 +206,11 @@ class _StoreBackwards:
         for index in level:
             by_queue[self._jobs[index].queue].append(index)
         for queue, indexes in by_queue.items():
-            jobs = [self._with_edges(index) for index in indexes]
-            producer = Producer(self._link, self._prefix, queue)
-            try:
-                found = producer.enqueue_many_identified(jobs, self._policies[queue])
-            except PartlyStored as exc:
-                self._others += [(queue, job_id) for job_id in exc.stored]
-                raise
-            self._stored |= dict(zip(indexes, found, strict=True))
+            producer, left = Producer(self._link, self._prefix, queue), iter(indexes)
+            for chunk in chunks([self._with_edges(index) for index in indexes]):
+                # Noted chunk by chunk, since a later one may be refused.
+                found = producer.enqueue_identified(chunk, self._policies[queue])
+                self._stored |= dict(zip(islice(left, len(found)), found, strict=True))
 
     def _with_edges(self, index: int) -> NewJob:
         flow_job = self._jobs[index]
@@ -247,8 +243,6 @@ class _StoreBackwards:
         """Nothing of the flow may run: cancels what was stored. What cannot be reached is dead once the gate has been
         abandoned."""
         with suppress(ForqError):
-            for queue, job_id in self._others:
-                Producer(self._link, self._prefix, queue).cancel(job_id)
             # In the order in which they were stored: a job before those that it waits for.
             for index, (job_id, identity) in self._stored.items():
                 Producer(self._link, self._prefix, self._jobs[index].queue).cancel(job_id, identity)
