@@ -115,8 +115,10 @@ class HeldMachine(QueueMachine):
             run_at = dispatch.run_at / 1000 or None
             options = f"x={EXPIRES_IN_MS}" if dispatch.expires else dispatch.options
             job = new_job(dispatch.data, id=job_id, priority=dispatch.priority, run_at=run_at, options=options)
-            packed = dependencies.After(after.names, after.when, after.use).pack() if after else ""
-            jobs.append(job._replace(after=packed))
+            if after is not None:
+                words = tuple(f"j{name}" for name in after.names)
+                job = job._replace(after=dependencies.After(words, after.when, after.use).pack())
+            jobs.append(job)
         try:
             self.model.store(lines, if_exists)
         except tuple(REFUSALS) as refusal:
