@@ -123,6 +123,16 @@ def test_nothing_is_left_of_a_flow_whose_storing_fails(queue: OneQueue, other: O
     assert is_clean(queue, other)
 
 
+def test_nothing_is_left_of_a_level_that_was_stored_in_part(queue: OneQueue, other: OneQueue) -> None:
+    other.enqueue("m600")
+    middle = [job(f"m{number}", 0, queue="other", when="ended") for number in range(700)]
+    with pytest.raises(Exists):
+        store(queue, job("a"), *middle)
+    assert other.state().jobs == {"m600"}
+    assert [each.inspector.counts().held for each in (queue, other)] == [0, 0]
+    assert is_clean(queue, other)
+
+
 def test_a_flow_whose_producer_dies_never_starts(
     queue: OneQueue, other: OneQueue, worker: HandWorker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,7 @@ import orjson
 
 from forq.broker.batches import StoredBatch, check_batch_id
 from forq.broker.dependencies import MAX_DEPENDENCIES
-from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, JobIdentity, NewJob, Producer, Update
+from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, JobIdentity, NewJob, PartlyStored, Producer, Update
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import OK, error_for, script
@@ -47,7 +47,7 @@ class FlowJob(NamedTuple):
 
 def store_flow(link: Link, prefix: str, flow_id: str, jobs: Sequence[FlowJob]) -> Stored:
     """Stores all jobs, or none of them; returns their ids with identities. Exists if an id is taken."""
-    check_batch_id(flow_id)
+    check_batch_id(flow_id, "flow")
     if not 1 <= len(jobs) <= MAX_FLOW_JOBS:
         raise UsageError(
             f"flow {flow_id} has {len(jobs)} jobs: allowed are 1 to {MAX_FLOW_JOBS}; a batch takes any number of jobs"
@@ -69,7 +69,8 @@ def read_flow(link: Link, prefix: str, queue: str, flow_id: str) -> list[dict[st
 
     `needs`: indexes. The state of a job that is not kept is "ended", or how it ended if its queue remembers it.
     """
-    packed = link.call("GET", f"{queue_base(prefix, queue)}:flow:{check_batch_id(flow_id)}")
+    check_batch_id(flow_id, "flow")
+    packed = link.call("GET", f"{queue_base(prefix, queue)}:flow:{flow_id}")
     if packed is None:
         raise UnknownFlow(f"queue {queue!r} has no flow {flow_id!r}: it never existed, or is older than a week")
     plan = orjson.loads(packed)
@@ -82,7 +83,7 @@ def read_flow(link: Link, prefix: str, queue: str, flow_id: str) -> list[dict[st
 
 def find_flow(link: Link, prefix: str, names: Sequence[str], flow_id: str) -> str:
     """The home of a flow among these queues. UnknownFlow if it is in none of them."""
-    check_batch_id(flow_id)
+    check_batch_id(flow_id, "flow")
     for name in names:
         if link.call("EXISTS", f"{queue_base(prefix, name)}:flow:{flow_id}"):
             return name
@@ -159,6 +160,8 @@ class _StoreBackwards:
             for number, needed in enumerate(flow_job.needs, 1):
                 self._dependants[needed].append((index, number))
         self._stored: dict[int, tuple[str, JobIdentity | None]] = {}
+        # Queue and id of those that were stored before a call for the same level failed.
+        self._partly_stored: list[tuple[str, str]] = []
 
     def run(self) -> Stored:
         self._gate.open(keeps_results=False)
@@ -188,7 +191,12 @@ class _StoreBackwards:
             by_queue[self._jobs[index].queue].append(index)
         for queue, indexes in by_queue.items():
             jobs = [self._with_edges(index) for index in indexes]
-            found = Producer(self._link, self._prefix, queue).enqueue_many_identified(jobs, _REFUSE)
+            try:
+                found = Producer(self._link, self._prefix, queue).enqueue_many_identified(jobs, _REFUSE)
+            except PartlyStored as exc:
+                self._partly_stored = [(queue, job_id) for job_id in exc.stored]
+                # The ids are of no use: the jobs are withdrawn.
+                raise exc.__cause__ or exc from None
             self._stored |= dict(zip(indexes, found, strict=True))
 
     def _with_edges(self, index: int) -> NewJob:
@@ -224,4 +232,6 @@ class _StoreBackwards:
         with suppress(ForqError):
             for index, (job_id, identity) in self._stored.items():
                 Producer(self._link, self._prefix, self._jobs[index].queue).cancel(job_id, identity)
+            for queue, job_id in self._partly_stored:
+                Producer(self._link, self._prefix, queue).cancel(job_id)
             self._gate.seal(cancel=True)
