@@ -9,17 +9,24 @@ if TYPE_CHECKING:
 
     from forq.app.app import App
     from forq.app.completion import as_completed
+    from forq.app.flow import Flow, Node
     from forq.app.tasks import JobRef
+    from forq.async_batch import AsyncBatch
     from forq.async_client import AsyncClient, AsyncQueue
+    from forq.batch import Batch
     from forq.client import Client, Queue
     from forq.errors import ForqError, Permanent, Reschedule, RetryAt, Snooze
     from forq.job import Job, current_job
 
 _MODULES = {
     "App": "forq.app.app",
+    "AsyncBatch": "forq.async_batch",
     "AsyncClient": "forq.async_client",
     "AsyncQueue": "forq.async_client",
+    "Batch": "forq.batch",
     "Client": "forq.client",
+    "Flow": "forq.app.flow",
+    "Node": "forq.app.flow",
     "Queue": "forq.client",
     "ForqError": "forq.errors",
     "Permanent": "forq.errors",
@@ -34,12 +41,16 @@ _MODULES = {
 
 __all__ = [
     "App",
+    "AsyncBatch",
     "AsyncClient",
     "AsyncQueue",
+    "Batch",
     "Client",
+    "Flow",
     "ForqError",
     "Job",
     "JobRef",
+    "Node",
     "Permanent",
     "Queue",
     "Reschedule",

@@ -38,9 +38,12 @@ from forq.api_types import (
     UpdateRunAt,
     When,
 )
+from forq.async_batch import AsyncBatch
+from forq.batch import membership_of
 from forq.broker.async_connection import run_blocking
 from forq.broker.async_link import AsyncLink, Pool
 from forq.broker.async_subscription import Listener, SharedSubscription
+from forq.broker.batches import check_batch_id
 from forq.broker.dead import DeadChanged, DeadPage
 from forq.broker.enqueue import JobIdentity, NewJob
 from forq.broker.inspect import Page
@@ -62,7 +65,7 @@ from forq.client import (
     to_seconds,
 )
 from forq.errors import ForqError, LeaseLapsed, RedisUnavailable, UsageError
-from forq.job import new_id
+from forq.job import Job, new_id
 from forq.paths import key_prefix, redis_url
 from forq.procs.backoff import Backoff, reconnecting
 from forq.queue_control import ANSWER_SECONDS
@@ -143,6 +146,38 @@ class AsyncClient:
     async def delete_queue(self, name: str, *, force: bool = False) -> int:
         """See Client.delete_queue."""
         return await self._run(lambda client: client.delete_queue(name, force=force))
+
+    def batch(
+        self,
+        queue: str,
+        *,
+        id: str | None = None,
+        on_done: NewJob | None = None,
+        on_end: NewJob | None = None,
+        on_dead: NewJob | None = None,
+        results: bool = False,
+    ) -> AsyncBatch:
+        """See Client.batch. It is opened by `async with`, or by the first call."""
+        batch_id = new_id() if id is None else id
+        return AsyncBatch(
+            self,
+            check_queue_name(queue),
+            check_batch_id(batch_id),
+            lambda client: client.batch(
+                queue, id=batch_id, on_done=on_done, on_end=on_end, on_dead=on_dead, results=results
+            ),
+        )
+
+    def find_batch(self, queue: str, id: str) -> AsyncBatch:
+        """See Client.find_batch."""
+        return AsyncBatch(
+            self, check_queue_name(queue), check_batch_id(id), lambda client: client.find_batch(queue, id)
+        )
+
+    def batch_of(self, job: Job) -> AsyncBatch:
+        """See Client.batch_of."""
+        queue, id, _ = membership_of(job)
+        return AsyncBatch(self, queue, id, lambda client: client.batch_of(job))
 
     async def queues(self) -> dict[str, Mode]:
         """See Client.queues."""

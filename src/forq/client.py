@@ -29,7 +29,7 @@ from forq.api_types import (
     UpdateRunAt,
     When,
 )
-from forq.batch import Batch, open_batch
+from forq.batch import Batch, Children, membership_of, open_batch
 from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
 from forq.broker.enqueue import (
     DEFAULT_UPDATE,
@@ -176,13 +176,23 @@ class Client:
     def batch_of(self, job: Job) -> Batch:
         """The batch of a running member, which may add others to it in a `with` block, also after it was sealed.
 
-        The ids of those are derived from the member's: its next attempt adds none of them twice.
+        The ids of those are derived from the member's: a next attempt that adds the same jobs in the same order adds
+        none of them twice.
         """
-        if job.membership is None:
-            raise UsageError(f"job {job.id!r} of queue {job.queue!r} is no member of a batch")
-        queue, id, number = job.membership
+        queue, id, number = membership_of(job)
         keeps_results = self.find_batch(queue, id).keeps_results()
-        return Batch(self.link, self.prefix, queue, id, keeps_results=keeps_results, parent=number, parent_id=job.id)
+        if job._children is None:
+            job._children = Children()
+        return Batch(
+            self.link,
+            self.prefix,
+            queue,
+            id,
+            keeps_results=keeps_results,
+            parent=number,
+            parent_id=job.id,
+            children=job._children,
+        )
 
     def queues(self) -> dict[str, Mode]:
         """Every queue with its mode."""

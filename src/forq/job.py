@@ -8,10 +8,13 @@ from collections.abc import Callable
 from contextvars import ContextVar
 from datetime import UTC, datetime
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from forq.errors import NoResult, UsageError
 from forq.values import check_progress
+
+if TYPE_CHECKING:
+    from forq.batch import Children
 
 TraceContext = dict[str, str]
 
@@ -122,6 +125,7 @@ class Job:
 
     __slots__ = (
         "_attempts",
+        "_children",
         "_inputs",
         "_member",
         "_position",
@@ -183,6 +187,8 @@ class Job:
         self._member = member
         # Set by the worker.
         self._attempts: Attempts | None = None
+        # Set by Client.batch_of.
+        self._children: Children | None = None
         self._reporter: Reporter | None = None
         self._position = 0
 

@@ -97,6 +97,81 @@ def right_uses() -> None:
     print(task, other)
 
 
+@app.task
+def total(counts: list[int], factor: int = 1) -> float:
+    return float(sum(counts) * factor)
+
+
+def uses_of_flows() -> None:
+    with app.flow() as flow:
+        receipt = flow.add(send.prepare("a"))
+        assert_type(receipt, forq.Node[Receipt])
+        words = flow.map(plain, ["a", "b"])
+        assert_type(words, list[forq.Node[int]])
+        names = flow.then(digest, words[0])
+        assert_type(names, forq.Node[list[str]])
+        assert_type(flow.then(plain.using(priority=1), flow.add(texts.prepare())), forq.Node[int])
+        both = flow.join(total, [*words, flow.then(nightly, words[1])], factor=2)
+        assert_type(both, forq.Node[float])
+        assert_type(both.ref, JobRef[float])
+        assert_type(flow.add(bare.prepare(7), after=[both, receipt], when="ended"), forq.Node[None])
+        assert_type(flow.add(bare.prepare(7), after=both).ref.result(), None)
+        assert_type(flow.chain(plain.prepare("a"), nightly, digest).id, str)
+        flow.then(plain, receipt)  # wrong
+        flow.then(digest, names)  # wrong
+        flow.then(send, flow.add(texts.prepare()), 7)  # wrong
+        flow.then(send, flow.add(texts.prepare()), copies="2")  # wrong
+        flow.then(digest, send.enqueue("a"))  # wrong
+        flow.then(digest.function, words[0])  # wrong
+        flow.join(total, [receipt])  # wrong
+        flow.join(total, words, factor="2")  # wrong
+        flow.join(total, words[0])  # wrong
+        flow.join(digest, words)  # wrong
+        flow.map(plain, [1, 2])  # wrong
+        flow.add(plain)  # wrong
+        flow.add(plain.prepare("a"), after=["42"])  # wrong
+        flow.add(plain.prepare("a"), when="failed")  # wrong
+        flow.chain(plain, nightly)  # wrong
+    number: int = both.ref.result()  # wrong
+    print(number)
+
+
+@app.task
+def texts() -> str:
+    return ""
+
+
+def uses_of_batches(client: forq.Client) -> None:
+    with app.batch(on_done=bare.prepare(7), on_dead=send.prepare("a"), results=True) as batch:
+        assert_type(batch, forq.Batch)
+        assert_type(batch.add(plain.prepare("a")), JobRef[int])
+        assert_type(batch.enqueue("mails", {"to": "a"}), str)
+        batch.add(plain)  # wrong
+        batch.add("a")  # wrong
+    assert_type(batch.info()["open"], int)
+    assert_type(batch.results(), list[Any])
+    assert_type(client.find_batch("mails", "42").cancel(), int)
+    assert_type(app.batch_of(forq.current_job()), forq.Batch)
+    plain.using(after=batch)
+    plain.using(after=[batch, "42"])
+    app.batch(on_done=send)  # wrong
+    app.batch(on_done="send")  # wrong
+    app.batch(on_sucess=send.prepare("a"))  # wrong
+    client.batch("mails", on_done=send.prepare("a"))  # wrong
+    batch.info()["closed"]  # wrong
+
+
+async def uses_of_async_batches(client: forq.AsyncClient) -> None:
+    async with app.abatch(on_end=bare.prepare(7)) as batch:
+        assert_type(batch, forq.AsyncBatch)
+        assert_type(await batch.add(plain.prepare("a")), JobRef[int])
+        await batch.add(plain)  # wrong
+    assert_type((await batch.info())["state"] == "done", bool)
+    assert_type(await client.find_batch("mails", "42").results(), list[Any])
+    async with app.flow() as flow:
+        assert_type(flow.then(digest, flow.add(plain.prepare("a"))), forq.Node[list[str]])
+
+
 async def right_async_uses() -> None:
     assert_type(await digest(7), list[str])
     assert_type(await bare(7), None)

@@ -135,6 +135,15 @@ def test_nothing_is_left_of_a_flow_of_which_some_calls_were_refused(
         store(queue, job("a"), *many, job("taken", *needs, queue="other"))
     assert other.state().jobs == {"taken"}
     assert (other.state().dead, queue.state().dead) == ([], [])
+
+
+def test_nothing_is_left_of_a_level_that_was_stored_in_part(queue: OneQueue, other: OneQueue) -> None:
+    other.enqueue("m600")
+    middle = [job(f"m{number}", 0, queue="other", when="ended") for number in range(700)]
+    with pytest.raises(Exists):
+        store(queue, job("a"), *middle)
+    assert other.state().jobs == {"m600"}
+    assert [each.inspector.counts().held for each in (queue, other)] == [0, 0]
     assert is_clean(queue, other)
 
 

@@ -37,6 +37,9 @@ METHODS = (
         "job.run",
         "dead.groups",
         "why",
+        "flow",
+        "batch",
+        "batch.cancel",
     ),
 )
 # Answered as null.

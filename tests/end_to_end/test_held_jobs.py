@@ -2,10 +2,13 @@
 
 import json
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
-from tests.support.drive.supervisor import Forq, running
+from forq import App, Client
+from forq.client import new_job
+from tests.support.drive.supervisor import HANDLERS, Forq, running
 from tests.support.drive.wait import wait_until
 
 
@@ -73,3 +76,45 @@ def test_the_option_flows_refuses_or_remembers(forq: Forq) -> None:
     assert (unknown.returncode, "has no job 'a' to wait for" in unknown.stderr) == (4, True)
     refused = forq.run_ctl("set", "optional", "flows=maybe")
     assert (refused.returncode, '"off", "auto" or "on"' in refused.stderr) == (2, True), refused.stderr
+
+
+def test_a_flow_over_two_queues_is_shown(forq: Forq) -> None:
+    for name, task in (("here", "build"), ("there", "test")):
+        forq.ctl("create", name, "--type", f"{task}=traced:noop", "--path", str(HANDLERS))
+    forq.ctl("pause", "here")
+    app = App("here", url=forq.url)
+    with app.flow("release-7") as flow:
+        first = flow.add(app.task_ref("build").using(id="b7").prepare(n=1))
+        flow.add(app.task_ref("test").using(queue="there", id="t7").prepare(n=2), after=first)
+    _, *rows = (line.split() for line in forq.ctl("flow", "release-7").splitlines())
+    assert rows == [["build", "b7", "here", "waiting", "-"], ["test", "t7", "there", "held", "b7"]]
+    forq.ctl("resume", "here")
+    wait_until(lambda: [job["state"] for job in flow_jobs(forq)] == ["done", "done"])
+    assert "j0 --> j1" in forq.ctl("flow", "release-7", "--mermaid")
+    unknown = forq.run_ctl("flow", "release-8")
+    assert (unknown.returncode, "no queue has a flow 'release-8'" in unknown.stderr) == (4, True)
+    assert forq.run_ctl("flow", "not allowed").returncode == 2
+
+
+def flow_jobs(forq: Forq) -> list[dict[str, Any]]:
+    return list(json.loads(forq.ctl("flow", "release-7", "--json"))["jobs"])
+
+
+def test_a_batch_is_shown_and_cancelled(forq: Forq) -> None:
+    for name in ("home", "away"):
+        forq.create(name)
+        forq.ctl("pause", name)
+    client = Client(forq.url)
+    with client.batch("home", id="import-7", on_end=new_job(1)) as batch:
+        for number in range(3):
+            batch.enqueue("away" if number else "home", number)
+    first = forq.ctl("batch", "home", "import-7").splitlines()
+    assert first[0] == "batch import-7 of queue home: sealed"
+    assert first[2].split() == ["3", "3", "0", "0", "0", "0", "%"]
+    assert forq.ctl("batch", "home", "import-7", "--cancel") == "cancelled 3 jobs of batch import-7"
+    wait_until(lambda: json.loads(forq.ctl("batch", "home", "import-7", "--json"))["state"] == "failed")
+    forq.ctl("resume", "home")
+    wait_until(lambda: forq.queue_status("home")["done"] == 1)
+    for args in (("home", "import-8"), ("nowhere", "import-7"), ("home", "import-8", "--cancel")):
+        assert forq.run_ctl("batch", *args).returncode == 4
+    client.close()

@@ -23,18 +23,32 @@ from forq.app.flow import Flow
 from forq.app.hooks import Hooks
 from forq.app.places import calling_module, calling_place, place_of
 from forq.app.signature import Signature
-from forq.app.tasks import AsyncTask, JobOptions, JobRef, Prepared, RemoteTask, Sender, SyncTask, Task, later_or_dead
-from forq.batch import Batch, callback_queue, open_batch
+from forq.app.tasks import (
+    AsyncTask,
+    JobOptions,
+    JobRef,
+    Prepared,
+    RemoteTask,
+    Sender,
+    SyncTask,
+    Task,
+    check_member,
+    later_or_dead,
+)
+from forq.batch import Batch, callback_queue, membership_of, open_batch
+from forq.broker.batches import check_batch_id
+from forq.broker.enqueue import NewJob
 from forq.broker.link import CALL_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS
 from forq.client import Client, Queue, check_timeout
 from forq.errors import ConfigError, ForqError, InvalidOption, InvalidTask, Permanent, UnknownQueue, UsageError
-from forq.job import Job
+from forq.job import Job, new_id
 from forq.job_options import AttemptOptions, check_attempt_options
 from forq.settings import Value, suggestion
 from forq.values import check_queue_name, check_type, shown
 
 if TYPE_CHECKING:
     from forq.app.definitions import Definitions
+    from forq.async_batch import AsyncBatch
     from forq.async_client import AsyncClient
 
 P = ParamSpec("P")
@@ -252,15 +266,15 @@ class App:
     def create_absent_queue(self, name: str) -> None:
         """For producers. UnknownQueue if it was deleted, if the user of Redis may not create it, or if the app does not
         declare it."""
+        self._create_absent(self.client, name)
+
+    def _create_absent(self, client: Client, name: str) -> None:
         from forq.app.queue_creation import create_if_never_deleted
 
-        create_if_never_deleted(self.client, name, self._options_of(name), self._create_command())
+        create_if_never_deleted(client, name, self._options_of(name), self._create_command())
 
     async def acreate_absent_queue(self, name: str) -> None:
-        from forq.app.queue_creation import create_if_never_deleted
-
-        options, command = self._options_of(name), self._create_command()
-        await self.async_client._run(lambda client: create_if_never_deleted(client, name, options, command))
+        await self.async_client._run(lambda client: self._create_absent(client, name))
 
     def _options_of(self, queue: str) -> Mapping[str, Value]:
         names = self.queue_names()
@@ -301,7 +315,7 @@ class App:
         return [ref for ref in refs if ref is not None]
 
     def flow(self, id: str | None = None) -> Flow:
-        """A flow of this app's tasks, stored at the end of a `with` block: see Flow."""
+        """A flow of this app's tasks, stored at the end of a `with` or `async with` block: see Flow."""
         return Flow(self, id)
 
     def batch(
@@ -320,17 +334,67 @@ class App:
         It lives in the queue of its callbacks; without any, in `queue`, by default that of the app. `results`: it keeps
         the results of its members, for `batch.results()`.
         """
-        callbacks = {"on_done": on_done, "on_end": on_end, "on_dead": on_dead}
+        home, jobs = self._read_callbacks(queue, {"on_done": on_done, "on_end": on_end, "on_dead": on_dead})
+        return self._open_batch(self.client, home, id, jobs, results)
+
+    def abatch(
+        self,
+        *,
+        queue: str | None = None,
+        id: str | None = None,
+        on_done: Prepared[Any] | None = None,
+        on_end: Prepared[Any] | None = None,
+        on_dead: Prepared[Any] | None = None,
+        results: bool = False,
+    ) -> "AsyncBatch":
+        """The same for asyncio: `async with app.abatch(…) as batch: await batch.add(…)`."""
+        from forq.async_batch import AsyncBatch
+
+        home, jobs = self._read_callbacks(queue, {"on_done": on_done, "on_end": on_end, "on_dead": on_dead})
+        batch_id = new_id() if id is None else check_batch_id(id)
+
+        def open(client: Client) -> Batch:
+            return self._open_batch(client, home, batch_id, jobs, results)
+
+        return AsyncBatch(self.async_client, home, batch_id, open, self._create_absent)
+
+    def _read_callbacks(
+        self, queue: str | None, callbacks: Mapping[str, Prepared[Any] | None]
+    ) -> tuple[str, dict[str, NewJob | None]]:
+        """The home of a batch, and its callbacks as jobs."""
         given = {name: each for name, each in callbacks.items() if each is not None}
+        for name, each in given.items():
+            check_member(each, "a batch", f"app.batch({name}=TASK.prepare(…))")
+            if "id" in each.options:
+                raise UsageError(f"{name}: the id of a callback is that of its batch and its name: leave `id` out")
         home = callback_queue(queue if given or queue else self.name, given)
-        if home not in self.client.queues():
-            self.create_absent_queue(home)
-        jobs = {name: each.job for name, each in given.items()}
-        return open_batch(self.client.link, self.client.prefix, home, id, callbacks=jobs, results=results)
+        return home, {name: each.job for name, each in given.items()}
+
+    def _open_batch(
+        self, client: Client, home: str, id: str | None, callbacks: Mapping[str, NewJob | None], results: bool
+    ) -> Batch:
+        create = partial(self._create_absent, client)
+        if home not in client.queues():
+            create(home)
+        return open_batch(
+            client.link, client.prefix, home, id, callbacks=callbacks, results=results, create_queue=create
+        )
 
     def batch_of(self, job: Job) -> Batch:
         """The batch of a running member, which may add others to it: see `Client.batch_of`."""
-        return self.client.batch_of(job)
+        return self._batch_of(self.client, job)
+
+    def _batch_of(self, client: Client, job: Job) -> Batch:
+        batch = client.batch_of(job)
+        batch._create_queue = partial(self._create_absent, client)
+        return batch
+
+    def abatch_of(self, job: Job) -> "AsyncBatch":
+        """The same for asyncio."""
+        from forq.async_batch import AsyncBatch
+
+        home, id, _ = membership_of(job)
+        return AsyncBatch(self.async_client, home, id, partial(self._batch_of, job=job), self._create_absent)
 
     def lifespan(self, hook: L) -> L:
         """Registers a hook for the life of a process that runs this app's tasks: a generator function without

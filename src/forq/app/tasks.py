@@ -22,6 +22,7 @@ from forq.values import shown
 
 if TYPE_CHECKING:
     from forq.app.app import App
+    from forq.batch import Batch
 
 # A job that this version of the app cannot run waits for the other half of a rolling deploy.
 DEPLOY_SECONDS = 600.0
@@ -53,7 +54,7 @@ class JobOptions(TypedDict, total=False):
     backoff: Duration | Sequence[Duration]
     expires_in: Duration
     keep_done: Duration
-    after: "str | JobRef[Any] | Sequence[str | JobRef[Any]]"
+    after: "str | JobRef[Any] | Batch | Sequence[str | JobRef[Any] | Batch]"
     when: When
     with_results: bool
     on_commit: str
@@ -165,6 +166,21 @@ class Prepared(NamedTuple, Generic[T]):
     @property
     def options(self) -> JobOptions:
         return self.sender._options
+
+
+# Options that say how one job is stored. Those of flows and batches are stored together.
+_ALONE = ("if_exists", "durable", "token", "on_commit", "outbox")
+
+
+def check_member(prepared: Any, what: str, call: str) -> None:
+    """Checks a job of a flow or batch (`what`). `call`: an example of a right call."""
+    if not isinstance(prepared, Prepared):
+        raise UsageError(f"{shown(prepared)} is not a prepared job; pass one: {call}")
+    for option in _ALONE:
+        if option in prepared.options:
+            raise UsageError(
+                f"using({option}=…) is not allowed for jobs of {what}, which are stored together: leave it out"
+            )
 
 
 class Sender(Generic[P, T]):

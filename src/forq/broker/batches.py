@@ -41,9 +41,10 @@ class BatchCounts:
         return self.state in ("done", "failed", "abandoned")
 
 
-def check_batch_id(given: object) -> str:
+def check_batch_id(given: object, what: str = "batch") -> str:
+    """`what`: also for flows, whose gates are batches."""
     if not isinstance(given, str) or not _ID.match(given):
-        raise InvalidId(f"batch id {shown(given)} is not allowed: 1 to 64 of A-Z a-z 0-9 _ . -")
+        raise InvalidId(f"{what} id {shown(given)} is not allowed: 1 to 64 of A-Z a-z 0-9 _ . -")
     return given
 
 

@@ -30,8 +30,7 @@ class After(NamedTuple):
 
 def check_after(after: Any, when: object = "done", *, use: int = NOT_USED, queue: str | None = None) -> After:
     """Checks dependencies as a user gives them: an id or a ref, or several. A ref must be of the same queue."""
-    if when not in get_args(When):
-        raise UsageError(f"when {shown(when)} is not allowed: {', '.join(map(repr, get_args(When)))}")
+    check_when(when)
     # A ref may be a named tuple.
     several = isinstance(after, Iterable) and not isinstance(after, str) and not hasattr(after, "queue")
     given = list(after) if several else [after]
@@ -43,6 +42,11 @@ def check_after(after: Any, when: object = "done", *, use: int = NOT_USED, queue
         )
     are_kept = use != NOT_USED and all(getattr(each, "keeps_result", False) is True for each in given)
     return After(words, str(when), use, are_kept)
+
+
+def check_when(when: object) -> None:
+    if when not in get_args(When):
+        raise UsageError(f"when {shown(when)} is not allowed: {', '.join(map(repr, get_args(When)))}")
 
 
 def pack_after(after: Any, when: object = "done", with_results: bool = False, *, queue: str | None = None) -> str:

@@ -60,7 +60,7 @@ class FlowJob(NamedTuple):
 
 def store_flow(link: Link, prefix: str, flow_id: str, jobs: Sequence[FlowJob]) -> Stored:
     """Stores all jobs, or none of them; returns their ids with identities. Exists if an id is taken."""
-    check_batch_id(flow_id)
+    check_batch_id(flow_id, "flow")
     if not 1 <= len(jobs) <= MAX_FLOW_JOBS:
         raise UsageError(
             f"flow {flow_id} has {len(jobs)} jobs: allowed are 1 to {MAX_FLOW_JOBS}; a batch takes any number of jobs"
@@ -82,7 +82,8 @@ def read_flow(link: Link, prefix: str, queue: str, flow_id: str) -> list[dict[st
 
     `needs`: indexes. The state of a job that is not kept is "ended", or how it ended if its queue remembers it.
     """
-    packed = link.call("GET", f"{queue_base(prefix, queue)}:flow:{check_batch_id(flow_id)}")
+    check_batch_id(flow_id, "flow")
+    packed = link.call("GET", f"{queue_base(prefix, queue)}:flow:{flow_id}")
     if packed is None:
         raise UnknownFlow(f"queue {queue!r} has no flow {flow_id!r}: it never existed, or is older than a week")
     plan = orjson.loads(packed)
@@ -95,7 +96,7 @@ def read_flow(link: Link, prefix: str, queue: str, flow_id: str) -> list[dict[st
 
 def find_flow(link: Link, prefix: str, names: Sequence[str], flow_id: str) -> str:
     """The home of a flow among these queues. UnknownFlow if it is in none of them."""
-    check_batch_id(flow_id)
+    check_batch_id(flow_id, "flow")
     for name in names:
         if link.call("EXISTS", f"{queue_base(prefix, name)}:flow:{flow_id}"):
             return name

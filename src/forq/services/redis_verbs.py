@@ -119,7 +119,7 @@ class RedisVerbs:
 
     def flow(self, params: dict[str, Any]) -> object:
         names, flow_id = sorted(self._registry.names()), params.get("id")
-        queue = find_flow(self._link, self._prefix, names, check_batch_id(flow_id))
+        queue = find_flow(self._link, self._prefix, names, check_batch_id(flow_id, "flow"))
         return {"id": flow_id, "queue": queue, "jobs": read_flow(self._link, self._prefix, queue, str(flow_id))}
 
     def batch_cancel(self, params: dict[str, Any]) -> object:

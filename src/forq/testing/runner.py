@@ -3,7 +3,7 @@ workers/. One job at a time; nothing is killed, and only coroutines have timeout
 
 1. One call of `JobRunner.run` stands for a process: it enters the lifespans before its first job and leaves them after
    the last.
-2. Due jobs are promoted and due ticks are fired with the code of pulse.
+2. Due jobs are promoted, due ticks are fired, and ends are reported to other queues with the code of pulse.
 3. One queue after the other, again and again until none has a job that is due. Within a queue: waiting jobs by
    priority, then fail jobs, then the retry lane.
 Coroutines run in the event loop of the test (`arun_all`), else in one of the runner. `arun_all` runs the worker's
@@ -159,6 +159,7 @@ class _Process:
                 while self._serve(queue):
                     busy = True
                     yield
+            busy |= self._deliver()
 
     def has_work(self) -> bool:
         return any(self._may_have_work(queue) for queue in self._queues)
@@ -169,7 +170,8 @@ class _Process:
         commands: list[tuple[str, ...]] = []
         for queue in self._queues:
             base, fails = queue_base(prefix, queue.name), queue_base(prefix, fail_queue(queue.name))
-            keys = (f"{base}:jobs", f"{base}:resolving", f"{base}:schedules:next", f"{fails}:jobs")
+            names = ("jobs", "resolving", "schedules:next", "checks")
+            keys = (*(f"{base}:{name}" for name in names), f"{fails}:jobs")
             commands.append(("EXISTS", *keys))
         found = self.client.link().pipeline(commands) if commands else []
         return [queue for queue, exist in zip(self._queues, found, strict=True) if exist]
@@ -198,6 +200,19 @@ class _Process:
             self._recovery.promote(queue.name)
         if queue.fail_handler is not None:
             self._recovery.promote(fail_queue(queue.name))
+
+    def _deliver(self) -> bool:
+        """Reports ends of jobs to the queues that wait for them; False if there were none.
+
+        Also from queues that are not served here: their jobs can be cancelled or released."""
+        names = list(self.client.queues())
+        commands = [("EXISTS", f"{queue_base(self.client.prefix, name)}:reports") for name in names]
+        found = self.client.link().pipeline(commands) if commands else []
+        reporting = [name for name, exists in zip(names, found, strict=True) if exists]
+        for name in reporting:
+            while self._recovery.deliver(name):
+                pass
+        return bool(reporting)
 
     def _may_have_work(self, queue: ServedQueue) -> bool:
         fails = fail_queue(queue.name)

@@ -5,7 +5,7 @@
 #    source ~/.local/share/bash_completion/forqctl
 # See also: https://github.com/scop/bash-completion/blob/main/doc/configuration.md
 
-_shtab_forqctl_subparsers=(create delete status top jobs job push await dequeue ack schedule schedules pause-schedule resume-schedule unschedule trigger dead recover remove cancel run-now pause resume drain set watch logs why kill stack restart apply ping version shutdown completion)
+_shtab_forqctl_subparsers=(create delete status top jobs job push await dequeue ack schedule schedules pause-schedule resume-schedule unschedule trigger dead flow batch recover remove cancel run-now pause resume drain set watch logs why kill stack restart apply ping version shutdown completion)
 
 _shtab_forqctl_create_option_strings=(--handler --type --path --wait --no-wait --fail-handler --mode --set --socket --json --timeout)
 _shtab_forqctl_delete_option_strings=(--force --socket --json --timeout)
@@ -24,6 +24,8 @@ _shtab_forqctl_resume_schedule_option_strings=(--socket --json --timeout)
 _shtab_forqctl_unschedule_option_strings=(--socket --json --timeout)
 _shtab_forqctl_trigger_option_strings=(--socket --json --timeout)
 _shtab_forqctl_dead_option_strings=(--all --limit --after --socket --json --timeout)
+_shtab_forqctl_flow_option_strings=(--mermaid --socket --json --timeout)
+_shtab_forqctl_batch_option_strings=(--cancel --socket --json --timeout)
 _shtab_forqctl_recover_option_strings=(--queue --dry-run --socket --json --timeout)
 _shtab_forqctl_remove_option_strings=(--socket --json --timeout)
 _shtab_forqctl_cancel_option_strings=(--socket --json --timeout)
@@ -66,6 +68,8 @@ _shtab_forqctl_resume_schedule___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_unschedule___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_trigger___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_dead___socket_COMPGEN=_shtab_compgen_files
+_shtab_forqctl_flow___socket_COMPGEN=_shtab_compgen_files
+_shtab_forqctl_batch___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_recover_pos_0_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_recover___socket_COMPGEN=_shtab_compgen_files
 _shtab_forqctl_remove___socket_COMPGEN=_shtab_compgen_files
@@ -104,7 +108,7 @@ _shtab_forqctl_schedule___overlap_choices=(skip queue)
 _shtab_forqctl_schedule___catch_up_choices=(once all none)
 _shtab_forqctl_dead_pos_0_choices=(list groups show retry discard)
 _shtab_forqctl_completion_pos_0_choices=(bash zsh fish)
-_shtab_forqctl_pos_0_choices=(create delete status top jobs job push await dequeue ack schedule schedules pause-schedule resume-schedule unschedule trigger dead recover remove cancel run-now pause resume drain set watch logs why kill stack restart apply ping version shutdown completion)
+_shtab_forqctl_pos_0_choices=(create delete status top jobs job push await dequeue ack schedule schedules pause-schedule resume-schedule unschedule trigger dead flow batch recover remove cancel run-now pause resume drain set watch logs why kill stack restart apply ping version shutdown completion)
 
 _shtab_forqctl_create_pos_1_nargs='*'
 _shtab_forqctl_create___no_wait_nargs=0
@@ -136,6 +140,10 @@ _shtab_forqctl_unschedule___json_nargs=0
 _shtab_forqctl_trigger___json_nargs=0
 _shtab_forqctl_dead___all_nargs=0
 _shtab_forqctl_dead___json_nargs=0
+_shtab_forqctl_flow___mermaid_nargs=0
+_shtab_forqctl_flow___json_nargs=0
+_shtab_forqctl_batch___cancel_nargs=0
+_shtab_forqctl_batch___json_nargs=0
 _shtab_forqctl_recover___dry_run_nargs=0
 _shtab_forqctl_recover___json_nargs=0
 _shtab_forqctl_remove___json_nargs=0

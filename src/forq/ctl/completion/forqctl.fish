@@ -55,7 +55,7 @@ function _shtab_forqctl_using
   test "$_shtab_forqctl_cmdpath" = "$argv"
 end
 
-set -g _shtab_forqctl_commands create delete status top jobs job push await dequeue ack schedule schedules pause-schedule resume-schedule unschedule trigger dead recover remove cancel run-now pause resume drain set watch logs why kill stack restart apply ping version shutdown completion
+set -g _shtab_forqctl_commands create delete status top jobs job push await dequeue ack schedule schedules pause-schedule resume-schedule unschedule trigger dead flow batch recover remove cancel run-now pause resume drain set watch logs why kill stack restart apply ping version shutdown completion
 set -g _shtab_forqctl_opts_with_value --after --app --at --backoff --catch-up --count --cron --data --durable --error --every --expires-in --fail-handler --file --handler --id --identifier --if-exists --in --interval --jitter --job --job-timeout --keep-done --lease --limit --lines --max-retries --mode --on --overlap --path --priority --queue --reset-counts --set --since --socket --state --timeout --token --type --until --update-run-at --wait --when --zone -n
 
 complete -c forqctl -e
@@ -196,6 +196,16 @@ complete -c forqctl -n '_shtab_forqctl_using dead' -l socket -xka "(__fish_compl
 complete -c forqctl -n '_shtab_forqctl_using dead' -l json -d 'print JSON'
 complete -c forqctl -n '_shtab_forqctl_using dead' -l timeout -x -d 'timeout for an answer (default: 30s)'
 complete -c forqctl -n '_shtab_forqctl_using dead; and test $_shtab_forqctl_npos -eq 0' -ka "list groups show retry discard" -d 'the action'
+complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a flow -d 'show the jobs of a flow, with their states'
+complete -c forqctl -n '_shtab_forqctl_using flow' -l mermaid -d 'print a Mermaid diagram'
+complete -c forqctl -n '_shtab_forqctl_using flow' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
+complete -c forqctl -n '_shtab_forqctl_using flow' -l json -d 'print JSON'
+complete -c forqctl -n '_shtab_forqctl_using flow' -l timeout -x -d 'timeout for an answer (default: 30s)'
+complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a batch -d 'show a batch, or cancel it'
+complete -c forqctl -n '_shtab_forqctl_using batch' -l cancel -d 'cancel its members that have not begun; running ones end'
+complete -c forqctl -n '_shtab_forqctl_using batch' -l socket -xka "(__fish_complete_path (commandline -ct))" -d 'the control socket (default: FORQ_SOCKET, else the state directory'"'"'s)'
+complete -c forqctl -n '_shtab_forqctl_using batch' -l json -d 'print JSON'
+complete -c forqctl -n '_shtab_forqctl_using batch' -l timeout -x -d 'timeout for an answer (default: 30s)'
 complete -c forqctl -n '_shtab_forqctl_using; and test $_shtab_forqctl_npos -eq 0' -a recover -d 'push the jobs of a failed log again'
 complete -c forqctl -n '_shtab_forqctl_using recover' -l queue -x -d 'push to this queue instead of the original ones'
 complete -c forqctl -n '_shtab_forqctl_using recover' -l dry-run -d 'only count what would be pushed'

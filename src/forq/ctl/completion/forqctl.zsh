@@ -13,6 +13,7 @@ _shtab_forqctl_commands() {
     ack:'acknowledge an item that was dequeued with a lease'
     apply:'apply a changed config file without a restart of the supervisor'
     await:'wait until a queue of mode auto_release releases an item, and print it'
+    batch:'show a batch, or cancel it'
     cancel:'cancel a job that has not started'
     completion:'print the shell completion script'
     create:'create a queue and start its processes'
@@ -20,6 +21,7 @@ _shtab_forqctl_commands() {
     delete:'stop a queue'"'"'s processes and remove it'
     dequeue:'take an item from a queue of mode on_request, and print it'
     drain:'wait until a queue has no waiting or active jobs'
+    flow:'show the jobs of a flow, with their states'
     job:'show one job'
     jobs:'list the jobs of a queue'
     kill:'kill a running job; it is cancelled'
@@ -96,6 +98,18 @@ _shtab_forqctl_await_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_forqctl_await_defaults_added=0
+
+_shtab_forqctl_batch_options=(
+  "--cancel[cancel its members that have not begun\; running ones end]"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
+  ":the queue:"
+  ":the batch\'s id:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_forqctl_batch_defaults_added=0
 
 _shtab_forqctl_cancel_options=(
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
@@ -186,6 +200,17 @@ _shtab_forqctl_drain_options=(
 
 # guard to ensure default positional specs are added only once per session
 _shtab_forqctl_drain_defaults_added=0
+
+_shtab_forqctl_flow_options=(
+  "--mermaid[print a Mermaid diagram]"
+  "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
+  "--json[print JSON]"
+  "--timeout[timeout for an answer (default\: 30s)]:D:"
+  ":the flow\'s id:"
+)
+
+# guard to ensure default positional specs are added only once per session
+_shtab_forqctl_flow_defaults_added=0
 
 _shtab_forqctl_job_options=(
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
@@ -542,6 +567,7 @@ _shtab_forqctl() {
         ack) _arguments -C -s $_shtab_forqctl_ack_options ;;
         apply) _arguments -C -s $_shtab_forqctl_apply_options ;;
         await) _arguments -C -s $_shtab_forqctl_await_options ;;
+        batch) _arguments -C -s $_shtab_forqctl_batch_options ;;
         cancel) _arguments -C -s $_shtab_forqctl_cancel_options ;;
         completion) _arguments -C -s $_shtab_forqctl_completion_options ;;
         create) _arguments -C -s $_shtab_forqctl_create_options ;;
@@ -549,6 +575,7 @@ _shtab_forqctl() {
         delete) _arguments -C -s $_shtab_forqctl_delete_options ;;
         dequeue) _arguments -C -s $_shtab_forqctl_dequeue_options ;;
         drain) _arguments -C -s $_shtab_forqctl_drain_options ;;
+        flow) _arguments -C -s $_shtab_forqctl_flow_options ;;
         job) _arguments -C -s $_shtab_forqctl_job_options ;;
         jobs) _arguments -C -s $_shtab_forqctl_jobs_options ;;
         kill) _arguments -C -s $_shtab_forqctl_kill_options ;;
