@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from forq.batch import Batch
+from forq.broker.claim import Settled
 from forq.broker.reports import Reports
 from forq.broker.scripts import OK, script
 from forq.client import Client, new_job
@@ -274,7 +275,7 @@ class BatchMachine(RuleBasedStateMachine):
         ended, worker = running.id.encode(), running.worker
         worker.number += 1
         if fails:
-            failed = [ended, running.fence, 7, NO, NO, "retriable", "", "0.5"]
+            failed: Settled = [ended, running.fence, 7, NO, NO, "retriable", "", "0.5"]
             worker.consumer.turn(worker.number, [], failed, 0, 0)
         else:
             worker.consumer.turn(worker.number, [ended, running.fence, 7], [], 0, 0, [1, b"1"])
