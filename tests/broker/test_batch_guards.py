@@ -59,7 +59,8 @@ def child_of(client: Client, batch: Batch, number: int, job_id: str) -> Batch:
 def ms_until_check(queue: OneQueue, what: str) -> float:
     seconds, micros = queue.redis.time()
     at_ms: float = queue.redis.zscore(queue.key("checks"), what)
-    return at_ms - (seconds * 1000 + micros / 1000)
+    now_ms: float = seconds * 1000 + micros / 1000
+    return at_ms - now_ms
 
 
 def flow_job(name: str, queue: str, *needs: int, use: int = 0) -> FlowJob:
