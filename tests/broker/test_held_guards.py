@@ -105,6 +105,16 @@ def test_a_broken_record_is_claimed_and_fails(queue: OneQueue, worker: HandWorke
     assert is_clean(queue)
 
 
+def test_a_job_with_a_broken_record_dies_with_its_dependency(queue: OneQueue, worker: HandWorker) -> None:
+    store(queue, new_job(1, id="a"), after("b", "a"), after("c", "a"))
+    queue.redis.hset(queue.key("held:jobs"), "b", "broken")
+    queue.redis.hdel(queue.key("held:jobs"), "c")
+    worker.turn(1)
+    worker.turn(0, failed="a")
+    assert set(queue.state().dead) == {"a", "b", "c"}
+    assert is_clean(queue)
+
+
 def test_a_broken_record_is_replaced_by_an_update(queue: OneQueue, worker: HandWorker) -> None:
     store(queue, new_job(1, id="a"), after("b", "a"), after("c", "a"))
     for job_id in "bc":
