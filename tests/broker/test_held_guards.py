@@ -69,6 +69,16 @@ def test_a_kept_job_counts_as_done_before_ends_are_remembered(queue: OneQueue, w
     assert worker.turn(1) == ["c"]
 
 
+def test_ends_are_remembered_from_the_first_refusal_on(queue: OneQueue, worker: HandWorker) -> None:
+    with pytest.raises(UnknownDependency):
+        store(queue, after("b", "a"))
+    queue.enqueue("a")
+    worker.turn(1)
+    worker.turn(0, failed="a")
+    store(queue, after("b", "a", when="ended"))
+    assert worker.turn(1) == ["b"]
+
+
 def test_the_last_ends_are_remembered_and_older_ones_forgotten(redis_url: str) -> None:
     with remembering_few_ends(), one_queue(redis_url, flows=2) as queue:
         worker = queue.worker()
