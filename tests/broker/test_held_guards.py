@@ -79,6 +79,15 @@ def test_ends_are_remembered_from_the_first_refusal_on(queue: OneQueue, worker: 
     assert worker.turn(1) == ["b"]
 
 
+def test_the_size_of_a_long_record_is_forgotten_when_no_job_is_left(queue: OneQueue) -> None:
+    store(queue, new_job(1, id="a"), after("b", "a"), new_job("x" * 100_000, id="long"))
+    for job_id in ("long", "b", "a"):
+        assert int(queue.hash("options")["largest_record"]) > 100_000
+        queue.producer.cancel(job_id)
+        queue.recovery().heartbeat("q", 15_000, [])
+    assert int(queue.hash("options")["largest_record"]) < 100_000
+
+
 def test_the_last_ends_are_remembered_and_older_ones_forgotten(redis_url: str) -> None:
     with remembering_few_ends(), one_queue(redis_url, flows=2) as queue:
         worker = queue.worker()
