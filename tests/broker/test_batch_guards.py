@@ -58,7 +58,9 @@ def child_of(client: Client, batch: Batch, number: int, job_id: str) -> Batch:
 
 def ms_until_check(queue: OneQueue, what: str) -> float:
     seconds, micros = queue.redis.time()
-    return float(queue.redis.zscore(queue.key("checks"), what)) - (seconds * 1000 + micros / 1000)
+    at_ms: float = queue.redis.zscore(queue.key("checks"), what)
+    now_ms: float = seconds * 1000 + micros / 1000
+    return at_ms - now_ms
 
 
 def flow_job(name: str, queue: str, *needs: int, use: int = 0) -> FlowJob:
@@ -197,6 +199,19 @@ def test_a_sealed_batch_takes_members_of_running_members_only(
     child.enqueue("q", 1)
     child.flush()
     assert batch.info()["members"] == 2
+
+
+def test_the_place_of_a_child_that_has_ended_is_not_given_again(
+    queue: OneQueue, client: Client, worker: HandWorker
+) -> None:
+    """Whether or not its token is still known."""
+    with client.batch("q", id="B") as batch:
+        batch.enqueue("q", 1, id="a")
+    worker.turn(1)
+    stored = batch._stored()
+    assert stored.reserve([("q", "x"), ("q", "y")], parent=1) == [2, 3]
+    queue.link.run(script("lose"), queue.base, "lost", "bB", 2)
+    assert stored.reserve([("q", "x"), ("q", "y"), ("q", "z")], parent=1) == [0, 3, 4]
 
 
 def test_a_running_member_adds_none_to_a_cancelled_or_abandoned_batch(
@@ -373,7 +388,7 @@ def test_reports_are_announced_once_until_they_are_delivered(queue: OneQueue, ot
     assert not other.recovery().heartbeat("other", 1000, []).has_reports
     other.producer.cancel("c")
     other.redis.publish(channel, "last")
-    said = []
+    said: list[bytes] = []
     while not said or said[-1] != b"last":
         message = heard.get_message(ignore_subscribe_messages=True, timeout=10)
         if message is not None:

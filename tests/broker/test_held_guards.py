@@ -70,6 +70,25 @@ def test_a_kept_job_counts_as_done_before_ends_are_remembered(queue: OneQueue, w
     assert worker.turn(1) == ["c"]
 
 
+def test_ends_are_remembered_from_the_first_refusal_on(queue: OneQueue, worker: HandWorker) -> None:
+    with pytest.raises(UnknownDependency):
+        store(queue, after("b", "a"))
+    queue.enqueue("a")
+    worker.turn(1)
+    worker.turn(0, failed="a")
+    store(queue, after("b", "a", when="ended"))
+    assert worker.turn(1) == ["b"]
+
+
+def test_the_size_of_a_long_record_is_forgotten_when_no_job_is_left(queue: OneQueue) -> None:
+    store(queue, new_job(1, id="a"), after("b", "a"), new_job("x" * 100_000, id="long"))
+    for job_id in ("long", "b", "a"):
+        assert int(queue.hash("options")["largest_record"]) > 100_000
+        queue.producer.cancel(job_id)
+        queue.recovery().heartbeat("q", 15_000, [])
+    assert int(queue.hash("options")["largest_record"]) < 100_000
+
+
 def test_the_last_ends_are_remembered_and_older_ones_forgotten(redis_url: str) -> None:
     with remembering_few_ends(), one_queue(redis_url, flows=2) as queue:
         worker = queue.worker()
@@ -103,6 +122,16 @@ def test_a_broken_record_is_claimed_and_fails(queue: OneQueue, worker: HandWorke
     assert worker.turn(5, done="a") == ["b", "c"]
     worker.turn(0, failed="bc")
     assert set(queue.state().dead) == {"b", "c", "d"}
+    assert is_clean(queue)
+
+
+def test_a_job_with_a_broken_record_dies_with_its_dependency(queue: OneQueue, worker: HandWorker) -> None:
+    store(queue, new_job(1, id="a"), after("b", "a"), after("c", "a"))
+    queue.redis.hset(queue.key("held:jobs"), "b", "broken")
+    queue.redis.hdel(queue.key("held:jobs"), "c")
+    worker.turn(1)
+    worker.turn(0, failed="a")
+    assert set(queue.state().dead) == {"a", "b", "c"}
     assert is_clean(queue)
 
 

@@ -215,7 +215,12 @@ class ModelQueue:
                 if if_exists == "refuse" or (after and if_exists == "update"):
                     raise Taken
             else:
-                new[job_id] = self._look_up(after, new)
+                try:
+                    new[job_id] = self._look_up(after, new)
+                except (Unknown, NotKept):
+                    # A later call may name a job that has ended by then.
+                    self.remembers = True
+                    raise
         ids = {job_id for job_id, _, _ in lines}
         behind = {
             job_id for job_id in ids & set(self.jobs) if self.jobs[job_id].owner and not self.jobs[job_id].blocked
