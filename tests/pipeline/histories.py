@@ -318,10 +318,21 @@ def _write_held_jobs(journal: JournalWriter) -> None:
     write("claimed 509 2 ha", actor="w1")
     write("done 509 ha 5", "met 0 hd", actor="w1")
     write("cancelled 0 hb hd hf", "forgotten 507 he")
+    # A batch with one member and two callbacks, and one that fails.
+    write("batch_opened 0 B1")
+    write("enqueued 0 B1:on_done B1:on_end", "held 0 B1:on_done done+", "held 0 B1:on_end ended+")
+    write("enqueued 0 ja")
+    write("claimed 511 1 ja", actor="w1")
+    write("done 511 ja 5", "batch_ended 0 B1 done 1", "met 0 B1:on_done", "met 0 B1:on_end", actor="w1")
+    write("claimed 512 1 B1:on_done B1:on_end", actor="w1")
+    write("done 512 B1:on_done 5 B1:on_end 5", actor="w1")
+    write("batch_opened 0 B2")
+    write("enqueued 0 jb B2:on_done", "held 0 B2:on_done done+")
+    write("cancelled 0 jb", "batch_ended 0 B2 failed 1", "cancelled 0 B2:on_done")
     # A cancelled dependency, one that waits itself, and jobs that stay held.
     write("enqueued 0 ia ib ic id ie", "held 0 ib done ia", "held 0 ic done id", "held 0 ie ended ic id")
     write(
-        "cancelled 0 ia", "unmet 0 ib ia cancelled", "claimed 510 1 ib", "dead 510 ib - 0 DependencyFailed", actor="w1"
+        "cancelled 0 ia", "unmet 0 ib ia cancelled", "claimed 520 1 ib", "dead 520 ib - 0 DependencyFailed", actor="w1"
     )
 
 
@@ -341,7 +352,7 @@ def _held(entries: list[WrittenEntry]) -> RedisState:
         ("flow", "hc", "active", 506),
         ("flow", "id", "record", None),
         *(("flow", job, location, None) for job in ("ic", "ie") for location in ("record", "held")),
-        *(("flow", job, "dead", fence) for job, fence in (("ga", 504), ("gb", 505), ("ib", 510))),
+        *(("flow", job, "dead", fence) for job, fence in (("ga", 504), ("gb", 505), ("ib", 520))),
     ]
     held = {
         "q": (5, 0, 1, 1, 1),

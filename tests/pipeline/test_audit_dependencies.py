@@ -88,7 +88,7 @@ def test_what_is_in_a_hole_is_not_judged(spark: SparkSession, tmp_path: Path) ->
 
 
 def test_a_batch_as_a_dependency_is_not_judged(spark: SparkSession, tmp_path: Path) -> None:
-    rows = written("enqueued 0 a b; held 0 a done 01BATCH; held 0 b ended 01OTHER", "met 0 a", "paused 0")
+    rows = written("enqueued 0 a b; held 0 a done+; held 0 b ended+", "met 0 a", "paused 0")
     assert findings(spark, tmp_path, rows) == []
 
 

@@ -189,12 +189,12 @@ PLANTED: list[tuple[str, Callable[[Entries], Entries]]] = [
     ("paths", added("enqueued 0 fa fb fc fd", "held 0 fa done fb", queue="flow")),
     ("paths", added("claimed 501 1 fa", "held 0 fa done fb", queue="flow")),
     ("paths", added("enqueued 0 fa fb fc fd", "promoted 0 fb", queue="flow")),
-    ("paths", replaced("unmet 0 ib ia cancelled\nclaimed 510 1 ib", "unmet 0 ib ia cancelled\ncancelled 0 ib")),
+    ("paths", replaced("unmet 0 ib ia cancelled\nclaimed 520 1 ib", "unmet 0 ib ia cancelled\ncancelled 0 ib")),
     ("dependencies", replaced("updated 0 fc\nheld 0 fc done fa fb", "updated 0 fc")),
     ("dependencies", added("enqueued 0 fa fb fc fd", "updated 0 fa\nheld 0 fa done fb", queue="flow")),
     ("dependencies", replaced("updated 0 fc\nheld 0 fc done fa fb", "updated 0 fc\nheld 0 fc done fa fb fd")),
-    ("dependencies", replaced("\ndead 510 ib - 0 DependencyFailed", "\ndone 510 ib 5")),
-    ("dependencies", replaced("\nclaimed 510 1 ib\ndead 510 ib - 0 DependencyFailed", "")),
+    ("dependencies", replaced("\ndead 520 ib - 0 DependencyFailed", "\ndone 520 ib 5")),
+    ("dependencies", replaced("\nclaimed 520 1 ib\ndead 520 ib - 0 DependencyFailed", "")),
     # Ready although a dependency has not ended, or has ended otherwise.
     ("dependencies", replaced("done 501 fa 5\nmet 0 fb", "met 0 fb\ndone 501 fa 5")),
     ("dependencies", replaced("held 0 ge done gd", "held 0 ge done gd gc")),
@@ -224,6 +224,11 @@ PLANTED: list[tuple[str, Callable[[Entries], Entries]]] = [
     ("conservation", replaced("cancelled 0 ia\n", "cancelled 0 ie\ncancelled 0 ia\n")),
     ("conservation", replaced("enqueued 0 ia ib ic id ie\n", "enqueued 0 ia ib ic id ie if\n")),
     ("states", replaced("\nheld 0 ie ended ic id", "")),
+    # Batches.
+    ("batches", replaced("batch_ended 0 B1 done 1\n", "")),
+    ("batches", replaced("batch_ended 0 B1 done 1", "batch_ended 0 B1 failed 1")),
+    ("batches", added("batch_opened 0 B1", "batch_opened 0 B1", queue="flow")),
+    ("batches", added("batch_ended 0 B1 done 1", "batch_ended 0 B1 done 1", queue="flow")),
     # Time, beginning and end.
     ("chain", moved_in_time("claimed 102 1 c d", -5 * STEP_US)),
     ("chain", added("deleted 0 0", "resumed 0", queue="old")),

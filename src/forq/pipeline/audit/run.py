@@ -20,7 +20,7 @@ from pyspark.sql import functions as F
 from forq.broker.keys import main_queue
 from forq.broker.link import Link
 from forq.errors import RedisUnavailable, UnknownQueue, UsageError
-from forq.pipeline.audit import balance, chain, dependencies, own_options, transitions
+from forq.pipeline.audit import balance, batches, chain, dependencies, own_options, transitions
 from forq.pipeline.audit.findings import GAP, VIOLATION, Finding, Verdict, to_finding
 from forq.pipeline.audit.redis_state import RedisState, locations_table, read_redis_state
 from forq.pipeline.audit.transitions import steps_of
@@ -43,6 +43,7 @@ RULES = {
     "fail_jobs": "every permanent failure of a queue with a fail handler has its fail job",
     "states": "no record is lost, and no job is in two states",
     "dependencies": "held jobs become ready, or dead, when the jobs for which they wait have ended, and not before",
+    "batches": "a batch ends once, and its callbacks become ready after that",
     "options": "no job starts after its own expiry, or in the main lane after its own max_retries",
 }
 # Most of an audit is not startup: the optimizing compiler pays off, and so does memory for the cached frames.
@@ -165,6 +166,14 @@ class Auditor:
             self._add_frame(dependencies.held_findings(held))
             ends = (self._epochs, self._holes, self._redis_state)
             self._add_frame(dependencies.dependency_findings(decided, *ends))
+            self._check_batches(held)
+
+    def _check_batches(self, held: DataFrame) -> None:
+        """Of batches with callbacks: these are held jobs."""
+        steps = self._cache(batches.batch_steps(self._rows, held, self._holes))
+        self._verdicts["batches"].checked = steps.where("step = 'batch_opened'").count()
+        if self._verdicts["batches"].checked:
+            self._add_frame(batches.batch_findings(steps))
 
     def _check_options(self) -> None:
         with self._timed("options"):
