@@ -20,7 +20,7 @@ from forq.client import Client, new_job
 from forq.errors import BatchEnded, Exists, FlowsOff, NoResult, UnknownBatch
 from forq.version import PROTOCOL
 from tests.broker.slow_flows import following_one_edge_per_call
-from tests.broker.test_batches import callbacks, deliver, ids, pass_hours
+from tests.broker.test_batches import age_members, callbacks, deliver, ids, pass_hours
 from tests.broker.test_held_guards import lines
 from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
 from tests.support.drive.release_queue import gate
@@ -54,6 +54,14 @@ def promote(queue: OneQueue, times: int = 1) -> None:
 
 def child_of(client: Client, batch: Batch, number: int, job_id: str) -> Batch:
     return Batch(client.link, client.prefix, "q", batch.id, parent=number, parent_id=job_id)
+
+
+def lose(queue: OneQueue, what: str, *numbers: int) -> None:
+    """As pulse does, long after their numbers were reserved."""
+    age_members(queue, 1)
+    entry = queue.hash("batches" if what[0] == "b" else "held").get(what[1:], "0").split(" ")
+    nonce = entry[-1] if what[0] == "b" else entry[0]
+    queue.link.run(script("lose"), queue.base, "lost", what, nonce, *numbers)
 
 
 def ms_until_check(queue: OneQueue, what: str) -> float:
@@ -146,7 +154,7 @@ def test_what_reports_and_losses_do_is_in_the_journal(queue: OneQueue, other: On
     other.producer.cancel("mR")
     deliver(other)
     assert lines(queue, "met") == ["met 0 R:on_end"]
-    queue.link.run(script("lose"), queue.base, "lost", "bL", 1)
+    lose(queue, "bL", 1)
     assert lines(queue, "met") == ["met 0 R:on_end", "met 0 L:on_end"]
 
 
@@ -159,7 +167,7 @@ def test_an_idle_worker_is_woken_for_a_callback(queue: OneQueue, other: OneQueue
             other.producer.cancel(name)
             deliver(other)
         elif name == "lost":
-            queue.link.run(script("lose"), queue.base, "lost", "blost", 1)
+            lose(queue, "blost", 1)
         assert queue.pending() == [""], name
         worker = queue.worker(f"w{step}")
         assert worker.turn(1) == [f"{name}:on_end"]
@@ -210,7 +218,8 @@ def test_the_place_of_a_child_that_has_ended_is_not_given_again(
     worker.turn(1)
     stored = batch._stored()
     assert stored.reserve([("q", "x"), ("q", "y")], parent=1) == [2, 3]
-    queue.link.run(script("lose"), queue.base, "lost", "bB", 2)
+    epoch, nonce = queue.hash("options")["epoch"], queue.hash("batches")["B"].split(" ")[8]
+    queue.link.run(script("report"), queue.base, f"done {epoch} batch B {nonce} 2 0\n")
     assert stored.reserve([("q", "x"), ("q", "y"), ("q", "z")], parent=1) == [0, 3, 4]
 
 
@@ -436,7 +445,8 @@ def test_one_call_stores_a_limited_length_of_reported_results(queue: OneQueue, o
             batch.enqueue("other", 1, id=f"{number}")
     epoch = queue.hash("options")["epoch"]
     long = '"' + "x" * (READ_BYTES // 2 + 100) + '"'
-    reports = [f"done {epoch} batch B {number} 1\n{long}" for number in (1, 2, 3)]
+    nonce = queue.hash("batches")["B"].split(" ")[8]
+    reports = [f"done {epoch} batch B {nonce} {number} 1\n{long}" for number in (1, 2, 3)]
     assert queue.link.run(script("report"), queue.base, *reports) == [OK, 2]
     assert queue.link.run(script("report"), queue.base, *reports[2:]) == [OK, 1]
     assert batch.info()["state"] == "done"
@@ -526,12 +536,12 @@ def test_a_job_with_the_id_of_a_batch_is_not_taken_for_it(queue: OneQueue, clien
     queue.redis.zadd(queue.key("checks"), {"jsame": 1})
     promote(queue)
     assert queue.redis.zrange(queue.key("checks"), 0, -1) == [b"bsame"]
-    queue.link.run(script("lose"), queue.base, "lost", "jsame", 1)
+    lose(queue, "jsame", 1)
     assert batch.info()["open"] == 1
     queue.producer.enqueue([new_job(1, id="same", after="a")])
     client.batch("q", id="z")
     worker.turn(1)
-    queue.link.run(script("lose"), queue.base, "lost", "bsame", 1)
+    lose(queue, "bsame", 1)
     assert batch.info()["open"] == 0
     assert queue.redis.hexists(queue.key("held"), "same")
 
@@ -623,11 +633,13 @@ def test_a_member_with_many_children_is_forgotten_in_parts(queue: OneQueue, clie
     count = 9_000
     stored = StoredBatch(queue.link, PREFIX, "q", "B")
     stored.reserve([("q", f"c{number}") for number in range(count)], parent=1)
-    for first in range(2, count + 2, 500):
-        numbers = range(first, min(first + 500, count + 2))
-        queue.link.run(script("lose"), queue.base, "lost", "bB", *numbers)
     worker.turn(1)
     worker.turn(0, done="a")
+    age_members(queue, 1)
+    nonce = queue.hash("batches")["B"].split(" ")[8]
+    for first in range(2, count + 2, 500):
+        numbers = range(first, min(first + 500, count + 2))
+        queue.link.run(script("lose"), queue.base, "lost", "bB", nonce, *numbers)
     assert batch.info()["state"] == "failed"
     pass_hours(queue, 25)
     promote(queue)

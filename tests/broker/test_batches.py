@@ -53,6 +53,11 @@ def pass_hours(queue: OneQueue, hours: float) -> None:
     """Everything that is looked after is due that much earlier."""
     for member, at_ms in queue.redis.zrange(queue.key("checks"), 0, -1, withscores=True):
         queue.redis.zadd(queue.key("checks"), {member: at_ms - hours * HOUR_MS})
+    age_members(queue, hours)
+
+
+def age_members(queue: OneQueue, hours: float) -> None:
+    """The numbers of members were reserved that much earlier."""
     for field, value in queue.hash("batch:members").items():
         member_queue, job_id, seconds, parent = value.split(" ")
         moved = f"{member_queue} {job_id} {int(seconds) - round(hours * 3600)} {parent}"

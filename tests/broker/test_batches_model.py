@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from forq.batch import Batch
+from forq.batch import Batch, Children
 from forq.broker.claim import Settled
 from forq.broker.reports import Reports
 from forq.broker.scripts import OK, script
@@ -204,7 +204,7 @@ class BatchMachine(RuleBasedStateMachine):
             parent=parent.number,
             parent_id=parent.id,
         )
-        real._children = at
+        real._children = Children(at)
         if batch.state == "cancelled" or batch.state in ENDED:
             real.enqueue(queue, 1)
             with pytest.raises(BatchEnded):
@@ -370,12 +370,14 @@ class BatchMachine(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_those_of_the_model(self) -> None:
-        found = {batch_id: entry.rpartition(" ")[0] for batch_id, entry in self.home.hash("batches").items()}
+        found = {batch_id: entry.rsplit(" ", 2)[0] for batch_id, entry in self.home.hash("batches").items()}
         assert found == {batch.id: batch.entry() for batch in self.known()}
 
     @invariant()
     def each_open_place_is_that_of_a_member(self) -> None:
-        assert self.home.hash("batch:members") == {
+        places = self.home.hash("batch:members").items()
+        # Without when it was reserved, and by whom.
+        assert {number: place.rsplit(" ", 2)[0] for number, place in places} == {
             f"{batch.id} {member.number}": f"{member.queue} {member.id}"
             for batch in self.known()
             for member in batch.open_members()
