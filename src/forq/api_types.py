@@ -135,12 +135,22 @@ class ProgressInfo(TypedDict):
 
 
 class DependencyInfo(TypedDict, total=False):
-    """A job, or a batch (with state None), that a held job waits for. `run_at`: of a scheduled job."""
+    """A job or batch that a held job waits for. `state`: None for batches, and in another `queue`. `run_at`: of a
+    scheduled job."""
 
     kind: Required[Literal["job", "batch"]]
     id: Required[str]
     state: Required[DependencyState | None]
     run_at: float
+    queue: str
+
+
+class MemberInfo(TypedDict):
+    """The batch of a member: its home and id, and the member's number there."""
+
+    queue: str
+    id: str
+    number: int
 
 
 class JobInfo(TypedDict, total=False):
@@ -183,6 +193,9 @@ class JobInfo(TypedDict, total=False):
     # Live jobs for which others wait: the first 20 of them, and how many there are, with those cancelled since.
     dependants: list[str]
     dependant_count: int
+    # The batch whose callback the job is, and that to which a live job belongs.
+    batch: str
+    member_of: MemberInfo
     # Done jobs.
     ended_at: float
     run_seconds: float | None

@@ -133,6 +133,24 @@ def test_members_in_another_queue_are_reported_to_the_home(
     assert is_clean(other)
 
 
+def test_members_and_callbacks_name_their_batch(
+    client: Client, queue: OneQueue, other: OneQueue, worker: HandWorker
+) -> None:
+    with client.batch("q", **callbacks("on_end")) as batch:
+        batch.enqueue("q", 1, id="a")
+        batch.enqueue("other", 1, id="b", run_in=60)
+        batch.enqueue("q", 1, id="c", after="a")
+    for each, name, number in ((queue, "a", 1), (other, "b", 2), (queue, "c", 3)):
+        assert each.inspector.job(name)["member_of"] == {"queue": "q", "id": batch.id, "number": number}
+        assert "batch" not in each.inspector.job(name)
+    callback = queue.inspector.job(f"{batch.id}:on_end")
+    assert callback["batch"] == batch.id
+    assert "member_of" not in callback
+    assert "options" not in callback
+    worker.turn(1)
+    assert queue.inspector.job("a")["member_of"]["number"] == 1
+
+
 def test_a_report_that_arrives_twice_counts_once(
     client: Client, queue: OneQueue, other: OneQueue, worker: HandWorker
 ) -> None:

@@ -6,6 +6,7 @@ import pytest
 
 from forq.broker import flows
 from forq.broker.dependencies import AS_ARGUMENT, AS_LIST
+from forq.broker.explain import why
 from forq.broker.flows import FlowJob, find_flow, read_flow, store_flow
 from forq.client import new_job
 from forq.errors import Exists, OutcomeUnknown, UnknownFlow, UsageError
@@ -178,6 +179,20 @@ def test_a_dependency_that_was_never_stored_is_lost(
     queue.recovery().promote("q")
     assert queue.state().dead == ["b"]
     assert "ended as lost" in queue.inspector.job("b")["error"]["message"]
+
+
+def test_a_job_names_dependencies_in_other_queues(queue: OneQueue, other: OneQueue) -> None:
+    store(queue, job("a"), job("x", queue="other"), job("b", 0, 1), job("c", 2, queue="other"))
+    assert queue.inspector.job("b")["waits_for"] == [
+        {"kind": "job", "id": "a", "state": "waiting"},
+        {"kind": "job", "id": "x", "state": None, "queue": "other"},
+    ]
+    # Its gate was opened, which the other queue has not been told yet.
+    assert other.inspector.job("x")["waits_for"] == [{"kind": "batch", "id": "f", "state": None, "queue": "q"}]
+    reason = why(queue.link, PREFIX, "q", "b")[1]
+    assert reason.startswith("it waits for jobs a and x of queue other to be done: a is waiting")
+    assert "batch f of queue q" in why(queue.link, PREFIX, "other", "x")[1]
+    assert "member_of" not in queue.inspector.job("a")
 
 
 def test_the_limits_of_a_flow(queue: OneQueue) -> None:

@@ -199,6 +199,8 @@ def _show_options(options: StoredOptions | None, *, expiry_begun: bool) -> dict[
         shown["expires_at"] = options.expires_ms / 1000
     if options.tick_ms is not None:
         shown["tick"] = options.tick_ms / 1000
+    if options.batch:
+        shown["batch"] = options.batch
     return shown
 
 
