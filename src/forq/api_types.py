@@ -135,8 +135,8 @@ class ProgressInfo(TypedDict):
 
 
 class DependencyInfo(TypedDict, total=False):
-    """A job or a batch that a held job waits for. `queue`: if it is in another one. `state`: None for those and for
-    batches. `run_at`: of a scheduled job."""
+    """A job or batch that a held job waits for. `state`: None for batches, and in another `queue`. `run_at`: of a
+    scheduled job."""
 
     kind: Required[Literal["job", "batch"]]
     id: Required[str]
@@ -145,11 +145,11 @@ class DependencyInfo(TypedDict, total=False):
     queue: str
 
 
-class MembershipInfo(TypedDict):
-    """The batch that a job belongs to: the queue of the batch, its id, and the job's number in it."""
+class MemberInfo(TypedDict):
+    """The batch of a member: its home and id, and the member's number there."""
 
     queue: str
-    batch: str
+    id: str
     number: int
 
 
@@ -193,9 +193,9 @@ class JobInfo(TypedDict, total=False):
     # Live jobs for which others wait: the first 20 of them, and how many there are, with those cancelled since.
     dependants: list[str]
     dependant_count: int
-    # Live members of a batch; callbacks of one.
-    member_of: MembershipInfo
+    # The batch whose callback the job is, and that to which a live job belongs.
     batch: str
+    member_of: MemberInfo
     # Done jobs.
     ended_at: float
     run_seconds: float | None

@@ -9,17 +9,8 @@ from typing import Any
 OPEN_KEYS = (
     *("id", "identifier", "state", "type", "priority", "retry_count", "stall_count", "timeout_count", "suspect"),
     *("enqueued_at", "run_at", "ended_at", "run_seconds", "blocked_behind", "worker", "fence", "removed"),
-    *(
-        "when",
-        "with_results",
-        "waits_for",
-        "waits_for_count",
-        "waited_for",
-        "dependants",
-        "dependant_count",
-        "member_of",
-        "batch",
-    ),
+    *("when", "with_results", "waits_for", "waits_for_count", "waited_for", "dependants", "dependant_count"),
+    *("batch", "member_of"),
 )
 # Of a job in a list. `error` is the name of its exception, `attempts` a number.
 OPEN_KEYS_OF_DETAILS = (*OPEN_KEYS, "died_at", "error", "attempts")

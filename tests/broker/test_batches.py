@@ -143,6 +143,24 @@ def test_members_in_another_queue_are_reported_to_the_home(
     assert is_clean(other)
 
 
+def test_members_and_callbacks_name_their_batch(
+    client: Client, queue: OneQueue, other: OneQueue, worker: HandWorker
+) -> None:
+    with client.batch("q", **callbacks("on_end")) as batch:
+        batch.enqueue("q", 1, id="a")
+        batch.enqueue("other", 1, id="b", run_in=60)
+        batch.enqueue("q", 1, id="c", after="a")
+    for each, name, number in ((queue, "a", 1), (other, "b", 2), (queue, "c", 3)):
+        assert each.inspector.job(name)["member_of"] == {"queue": "q", "id": batch.id, "number": number}
+        assert "batch" not in each.inspector.job(name)
+    callback = queue.inspector.job(f"{batch.id}:on_end")
+    assert callback["batch"] == batch.id
+    assert "member_of" not in callback
+    assert "options" not in callback
+    worker.turn(1)
+    assert queue.inspector.job("a")["member_of"]["number"] == 1
+
+
 def test_a_report_that_arrives_twice_counts_once(
     client: Client, queue: OneQueue, other: OneQueue, worker: HandWorker
 ) -> None:
@@ -461,3 +479,30 @@ def test_a_child_that_its_parent_has_yet_to_store_is_not_lost(client: Client, qu
     queue.recovery().promote("q")
     assert batch.info()["open"] == 2
     assert batch._stored().reserve([("q", "child")], parent=1) == [2]
+
+
+def test_the_time_of_a_child_begins_again_with_the_next_attempt(client: Client, queue: OneQueue) -> None:
+    with client.batch("q") as batch:
+        batch.enqueue("q", 1, id="a")
+    worker = queue.worker()
+    worker.turn(1)
+    stored = batch._stored()
+    stored.reserve([("q", "child")], parent=1)
+    pass_hours(queue, 1)
+    stored.reserve([("q", "child")], parent=1)
+    worker.turn(0, done="a")
+    queue.recovery().promote("q")
+    assert batch.info()["open"] == 1
+
+
+def test_a_batch_that_is_opened_twice_has_the_members_of_both(
+    client: Client, queue: OneQueue, worker: HandWorker
+) -> None:
+    for name in "ab":
+        batch = client.batch("q", id="B")
+        batch.enqueue("q", 1, id=name)
+        batch.flush()
+    batch.seal()
+    worker.turn(2)
+    worker.turn(0, done="ab")
+    assert batch.info()["state"] == "done"

@@ -192,6 +192,20 @@ def test_a_dependency_that_was_never_stored_is_lost(
     assert "ended as lost" in queue.inspector.job("b")["error"]["message"]
 
 
+def test_a_job_names_dependencies_in_other_queues(queue: OneQueue, other: OneQueue) -> None:
+    store(queue, job("a"), job("x", queue="other"), job("b", 0, 1), job("c", 2, queue="other"))
+    assert queue.inspector.job("b")["waits_for"] == [
+        {"kind": "job", "id": "a", "state": "waiting"},
+        {"kind": "job", "id": "x", "state": None, "queue": "other"},
+    ]
+    # Its gate was opened, which the other queue has not been told yet.
+    assert other.inspector.job("x")["waits_for"] == [{"kind": "batch", "id": "f", "state": None, "queue": "q"}]
+    reason = why(queue.link, PREFIX, "q", "b")[1]
+    assert reason.startswith("it waits for jobs a and x of queue other to be done: a is waiting")
+    assert "batch f of queue q" in why(queue.link, PREFIX, "other", "x")[1]
+    assert "member_of" not in queue.inspector.job("a")
+
+
 def test_the_limits_of_a_flow(queue: OneQueue) -> None:
     with pytest.raises(UsageError, match="1001 jobs: at most 1000"):
         store(queue, *(job(f"{number}") for number in range(1001)), job("z", *range(1001)))
@@ -223,8 +237,8 @@ def test_a_member_shows_its_batch_and_a_callback_too(queue: OneQueue, other: One
     with client.batch("q", id="B", on_done=new_job(1)) as batch:
         batch.enqueue("other", 1, id="x")
         batch.enqueue("q", 1, id="y")
-    assert other.inspector.job("x")["member_of"] == {"queue": "q", "batch": "B", "number": 1}
-    assert queue.inspector.job("y")["member_of"] == {"queue": "q", "batch": "B", "number": 2}
+    assert other.inspector.job("x")["member_of"] == {"queue": "q", "id": "B", "number": 1}
+    assert queue.inspector.job("y")["member_of"] == {"queue": "q", "id": "B", "number": 2}
     assert queue.inspector.job("B:on_done")["batch"] == "B"
     assert why(queue.link, PREFIX, "q", "B:on_done")[1].startswith("it waits for batch B to be done")
     client.close()

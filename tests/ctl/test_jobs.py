@@ -41,16 +41,26 @@ def test_job_shows_what_a_held_one_waits_for(fake: FakeSupervisor) -> None:
         {"kind": "job", "id": "a", "state": "active"},
         {"kind": "job", "id": "b", "state": "scheduled", "run_at": 1700000000.5},
         {"kind": "batch", "id": "c", "state": None},
+        {"kind": "job", "id": "d", "state": None, "queue": "other"},
     ]
     fake.answers["job"] = {"id": "1", "waits_for": waits_for, "dependants": ["d", "e"], "dependant_count": 30}
     assert forqctl(fake, "job", "q", "1")[1].splitlines() == [
         "id              1",
-        "waits_for       a (active), b (scheduled for 2023-11-14T22:13:20.500Z), batch c",
+        "waits_for       a (active), b (scheduled for 2023-11-14T22:13:20.500Z), batch c, job d of queue other",
         "dependants      d, e",
         "dependant_count 30",
     ]
     fake.answers["jobs"] = {"jobs": [{"id": "1", "identifier": "1", "state": "held"}], "next": None}
     assert forqctl(fake, "jobs", "q", "--state", "held")[:2] == (0, "ID  STATE  IDENTIFIER\n1   held   1\n")
+
+
+def test_job_shows_the_batch_of_a_member_and_of_a_callback(fake: FakeSupervisor) -> None:
+    fake.answers["job"] = {"id": "1", "batch": "b1", "member_of": {"queue": "q", "id": "b2", "number": 7}}
+    assert forqctl(fake, "job", "q", "1")[1].splitlines() == [
+        "id              1",
+        "batch           b1",
+        "member_of       batch b2 of queue q, number 7",
+    ]
 
 
 def test_a_time_beyond_the_calendar_is_shown_in_seconds(fake: FakeSupervisor) -> None:

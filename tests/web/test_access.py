@@ -19,7 +19,7 @@ from forq.web.refusals import Refused
 from forq.web.settings import WebSettings
 
 LOCAL = WebSettings(listen="127.0.0.1:9465")
-OPEN = {"overview", "queue", "jobs", "job", "processes"}
+OPEN = {"overview", "queue", "jobs", "job", "flow", "batch", "processes"}
 OTHER = 4_000_000_000
 
 
@@ -39,7 +39,7 @@ def permitted(access: Access, made: Request) -> frozenset[str]:
 
 def test_the_table_has_every_view_and_action() -> None:
     assert OPEN | {"job.data", "dead", "schedules", "logs", "stack", "options"} == VIEWS
-    assert len(ACTIONS) == 13
+    assert len(ACTIONS) == 14
     assert set(KINDS) == VIEWS | ACTIONS
     assert all(name.partition(".")[2] for name in ACTIONS)
 

@@ -11,7 +11,8 @@ from starlette.requests import HTTPConnection
 from starlette.testclient import TestClient
 
 import forq.web
-from forq.client import Client
+from forq.broker.flows import FlowJob, store_flow
+from forq.client import Client, new_job
 from forq.services.redis_verbs import RedisVerbs
 from forq.web.feed import Feed, QueueView, View
 from forq.web.names import KINDS, Level
@@ -34,6 +35,19 @@ def client(redis_url: str) -> Client:
     queue.enqueue({"password": "hunter2"}, id="first", identifier=MARKUP)
     queue.enqueue({}, id="later", run_in=3600)
     queue.enqueue({}, id="held", after=["first", "later"], identifier=MARKUP)
+    return client
+
+
+@pytest.fixture
+def together(client: Client) -> Client:
+    """Queues with a batch and a flow."""
+    client.create_queue("others")
+    with client.batch("mails", id="import-7", on_end=new_job({})) as batch:
+        batch.enqueue("others", {}, id="member")
+        batch.enqueue("others", {}, id="second")
+    parts = [FlowJob("others", new_job({}, id="fetch"), label=MARKUP)]
+    parts.append(FlowJob("mails", new_job({}, id="parse"), (0,), "ended", label="parse"))
+    store_flow(client.link(), client.prefix, "release-7", parts)
     return client
 
 
@@ -75,6 +89,19 @@ def test_every_page_is_whole_and_escaped(page: TestClient, path: str) -> None:
     assert not [tag for tag in tags if re.search(r"\s(style|on[a-z]+)=|^<script>", tag)], "the policy forbids it"
 
 
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/find?id=release-7", "/queues/mails/flow?id=release-7", "/queues/mails/batch?id=import-7"),
+        *("/queues/others/job?id=member", "/queues/mails/job?id=import-7:on_end", "/queues/mails/job?id=parse"),
+    ],
+)
+def test_every_page_about_jobs_that_belong_together_is_whole_and_escaped(
+    page: TestClient, together: Client, path: str
+) -> None:
+    test_every_page_is_whole_and_escaped(page, path)
+
+
 def test_data_is_shown_on_demand_only(page: TestClient) -> None:
     assert "hunter2" in page.get("/queues/mails/job?id=first&show=data").text
 
@@ -100,6 +127,72 @@ def test_held_jobs_are_counted_listed_and_cancelled(page: TestClient, client: Cl
     form = {"queue": "mails", "state": "held", "which": "matching", "filter.id": "held", "confirmed": "yes"}
     assert page.post("/do/job.cancel", data=form, headers=SAME_SITE).status_code == 303
     assert client.queue("mails").status()["held"] == 0
+
+
+def test_a_flow_is_found_and_shows_its_jobs(page: TestClient, together: Client) -> None:
+    assert 'href="/queues/others/flow?id=release-7">release-7</a>' in page.get("/find?id=release-7").text
+    text = page.get("/queues/others/flow?id=release-7").text
+    assert "2 jobs: 1 <span" in text
+    rows = re.findall(r"<tr data-key.*?</tr>", text, re.DOTALL)
+    assert 'href="/queues/others/job?id=fetch"' in rows[0]
+    assert "<td>\u2003parse</td>" in rows[1]
+    assert re.search(r'href="/queues/others/job\?id=fetch">fetch</a> +\(ended\)', rows[1])
+    assert ">held</span>" in rows[1]
+    text = page.get("/queues/mails/job?id=parse").text
+    assert re.search(r'href="/queues/others/job\?id=fetch">fetch</a> +of queue <a href="/queues/others">', text)
+    assert "it waits for job fetch of queue others to end" in text
+
+
+def test_a_batch_is_linked_shown_and_cancelled_after_a_question(page: TestClient, together: Client) -> None:
+    assert 'href="/queues/mails/batch?id=import-7">import-7</a>' in page.get("/queues/others/job?id=member").text
+    text = page.get("/queues/mails/job?id=import-7:on_end").text
+    assert text.count('href="/queues/mails/batch?id=import-7">import-7</a>') == 2
+    text = page.get("/queues/mails/batch?id=import-7").text
+    assert "<dt>Members</dt><dd>2</dd>" in text
+    assert "0 %" in text
+    form = {"queue": "mails", "id": "import-7", "back": "/queues/mails/batch?id=import-7"}
+    asked = page.post("/do/batch.cancel", data=form, headers=SAME_SITE)
+    assert "Cancel batch import-7 of queue mails?" in asked.text
+    assert together.find_batch("mails", "import-7").info()["state"] == "sealed"
+    done = page.post("/do/batch.cancel", data={**form, "confirmed": "yes"}, headers=SAME_SITE)
+    assert "cancelled 2 jobs of batch import-7" in page.get(done.headers["location"]).text
+    assert together.find_batch("mails", "import-7").info()["state"] == "cancelled"
+    assert together.queue("others").status()["waiting"] == 1
+
+
+def test_a_large_batch_is_cancelled_in_parts(
+    page: TestClient, together: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("forq.batch.CANCELLED_PER_CALL", 1)
+    form = {"queue": "mails", "id": "import-7", "confirmed": "yes"}
+    part = page.post("/do/batch.cancel", data=form, headers=SAME_SITE)
+    assert "cancelled 1 job of batch import-7" in part.text
+    assert 'name="so_far" value="1"' in part.text
+    done = page.post("/do/batch.cancel", data={**form, "so_far": "1"}, headers=SAME_SITE)
+    assert "cancelled 2 jobs of batch import-7" in page.get(done.headers["location"]).text
+    assert together.queue("others").status()["waiting"] == 1
+
+
+def test_what_is_unknown_of_flows_and_batches_is_not_found(page: TestClient, together: Client) -> None:
+    for path in ("flow?id=release-8", "batch?id=import-8"):
+        assert page.get(f"/queues/mails/{path}").status_code == 404
+    for path in ("flow", "batch", "flow?id=not+allowed", "batch?id=not+allowed"):
+        assert page.get(f"/queues/mails/{path}").status_code == 400
+    assert "No queue has a job" in page.get(f"/find?id={'a' * 65}").text
+
+
+def test_a_reader_sees_flows_and_batches_without_actions(together: Client, redis_url: str) -> None:
+    with dashboard(redis_url, lambda request, name: "read") as page:
+        assert "parse" in page.get("/queues/others/flow?id=release-7").text
+        text = page.get("/queues/mails/batch?id=import-7").text
+        assert "<dt>Members</dt><dd>2</dd>" in text
+        assert "/do/batch.cancel" not in text
+    hidden = {"flow", "batch", "batch.cancel"}
+    with dashboard(redis_url, lambda request, name: "forbidden" if name in hidden else "act") as page:
+        assert page.get("/queues/others/flow?id=release-7").status_code == 403
+        assert page.get("/queues/mails/batch?id=import-7").status_code == 403
+        assert "/batch?id=" not in page.get("/queues/others/job?id=member").text
+        assert "release-7</a>" not in page.get("/find?id=release-7").text
 
 
 def test_a_reader_sees_what_a_job_waits_for(client: Client, redis_url: str) -> None:

@@ -110,7 +110,7 @@ _STATES = {
 
 def _held_reason(name: str, job: dict[str, Any], counts: Counts) -> str:
     shown_ones, count = job["waits_for"][:SHOWN_DEPENDENCIES], job["waits_for_count"]
-    ids = [_name_of(dependency) for dependency in shown_ones]
+    ids = [f"{each['id']} of queue {each['queue']}" if "queue" in each else str(each["id"]) for each in shown_ones]
     more = f" and {count - len(ids)} more" if count > len(ids) else ""
     joined = ", ".join(ids) + more if more or len(ids) < 2 else f"{', '.join(ids[:-1])} and {ids[-1]}"
     batches = all(dependency["kind"] == "batch" for dependency in shown_ones)
@@ -125,10 +125,6 @@ def _held_reason(name: str, job: dict[str, Any], counts: Counts) -> str:
     if counts.paused:
         text += f"; its queue is paused; `forqctl resume {name}` resumes it"
     return text
-
-
-def _name_of(dependency: dict[str, Any]) -> str:
-    return f"{dependency['id']} of queue {dependency['queue']}" if "queue" in dependency else str(dependency["id"])
 
 
 def _next_command(name: str, job: dict[str, Any]) -> str:

@@ -1,8 +1,8 @@
 """Held jobs: reads what they wait for, and which jobs wait for a job. lua/flows.lua describes the keys."""
 
 import re
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, cast
 
 from forq.api_types import DependencyInfo, DependencyState, When
 from forq.broker.dependencies import NOT_USED
@@ -16,10 +16,12 @@ SHOWN_DEPENDANTS = 20
 _EDGES = 1000
 # Jobs per step of a scan. Positions in a step need the same number in every call.
 _STEP = 500
-# The edge of a member to its batch; the queue if that is another one.
-_MEMBER = re.compile(r"(?:to (\S+) \d+ )?batch (\S+) \d+ (\d+) ")
 _HOLD = re.compile(rb"([0-9]+) (done|ended|dead) ([0-9]) ([0-9]+) ([0-9]+) ([0-9]+)")
 _GROUP = re.compile(rb"([0-9]+):([0-9]+):")
+
+# Dependencies in another queue, which is named before the id.
+_ELSEWHERE: Mapping[bytes, Literal["job", "batch"]] = {b"from": "job", b"gate": "batch"}
+_MEMBER = re.compile(rb"(?:to (\S+) [0-9]+ )?batch (\S+) [0-9]+ ([0-9]+) ")
 
 
 class Hold(NamedTuple):
@@ -62,9 +64,10 @@ def scan_held(link: Link, base: str, position: str, limit: int) -> tuple[list[by
 class HeldJobs:
     """The jobs of one queue that wait for others."""
 
-    def __init__(self, link: Link, base: str) -> None:
+    def __init__(self, link: Link, base: str, name: str) -> None:
         self._link = link
         self._base = base
+        self._name = name
 
     def details(self, job_id: str, entry: bytes) -> dict[str, Any]:
         """The fields that only a held job has. `entry`: of `held`."""
@@ -82,14 +85,14 @@ class HeldJobs:
         """Its dependencies that have not ended, in the order in which they were given."""
         fields = [f"{job_id} {number}" for number in range(1, hold.total + 1)]
         found = self._link.call("HMGET", f"{self._base}:held:open", *fields) if fields else []
-        named = [each.partition(b" ")[::2] for each in found if each is not None][:SHOWN_DEPENDENCIES]
+        named = [self._named(each) for each in found if each is not None][:SHOWN_DEPENDENCIES]
         ids = [name for kind, name in named if kind == b"job"]
         known = dict(zip(ids, self._states(ids, b"job %s %s " % (job_id.encode(), hold.nonce)), strict=True))
         for kind, name in named:
             id = name.decode(errors="replace")
-            if kind in (b"from", b"gate"):
+            if kind in _ELSEWHERE:
                 queue, _, id = id.partition(" ")
-                yield {"kind": "job" if kind == b"from" else "batch", "id": id, "state": None, "queue": queue}
+                yield {"kind": _ELSEWHERE[kind], "id": id, "state": None, "queue": queue}
                 continue
             if kind != b"job":
                 yield {"kind": "batch", "id": id, "state": None}
@@ -97,6 +100,12 @@ class HeldJobs:
             state, run_at = known[name]
             about: DependencyInfo = {"kind": "job", "id": id, "state": state}
             yield about if run_at is None else {**about, "run_at": run_at}
+
+    def _named(self, dependency: bytes) -> tuple[bytes, bytes]:
+        """Kind and name. A flow of several calls names also its jobs of this queue with the queue."""
+        kind, _, name = dependency.partition(b" ")
+        own, _, job_id = name.partition(b" ")
+        return (b"job", job_id) if kind == b"from" and own.decode() == self._name else (kind, name)
 
     def _states(self, ids: list[bytes], edge: bytes) -> Iterator[tuple[DependencyState, float | None]]:
         """The states of these jobs, and their times if they are scheduled. `edge`: how those of the held job begin."""
@@ -142,13 +151,14 @@ class HeldJobs:
         count = sum(int(number) for _, number in _GROUP.findall(groups))
         return {"dependants": list(dict.fromkeys(waiting)), "dependant_count": count} if waiting else {}
 
-    def membership(self, queue: str, groups: bytes | None) -> dict[str, Any]:
-        """The batch that a job belongs to. `groups`: its entry in `sources`."""
-        edge = next(iter(self._edges(groups, 1)), b"") if groups is not None else b""
-        found = _MEMBER.match(edge.decode(errors="replace"))
+    def membership(self, groups: bytes | None) -> dict[str, Any]:
+        """The batch that a job belongs to, if any: the target of its first edge (lua/flows.lua, membership)."""
+        first = self._edges(groups, 1) if groups is not None else []
+        found = _MEMBER.match(first[0]) if first else None
         if found is None:
             return {}
-        return {"member_of": {"queue": found[1] or queue, "batch": found[2], "number": int(found[3])}}
+        home, batch, number = (part.decode() if part else "" for part in found.groups())
+        return {"member_of": {"queue": home or self._name, "id": batch, "number": int(number)}}
 
     def _edges(self, groups: bytes, limit: int) -> list[bytes]:
         """The first edges of a source."""

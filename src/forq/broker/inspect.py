@@ -83,7 +83,7 @@ class Inspector:
         self._link = link
         self._base = queue_base(prefix, name)
         self._dead = DeadJobs(link, prefix, name)
-        self._held = HeldJobs(link, self._base)
+        self._held = HeldJobs(link, self._base, self.name)
 
     def counts(self) -> Counts:
         reply = self._link.run(script("counts"), self._base)
@@ -120,12 +120,12 @@ class Inspector:
                 "blocked_behind": bool(blocked),
                 "progress": read_progress(progress) if state == "active" else None,
             }
-            others = self._held.dependants(job_id, groups) | self._held.membership(self.name, groups)
-            return _job(job_id, state, packed) | details | ownership(owner) | others
+            dependants = self._held.dependants(job_id, groups) | self._held.membership(groups)
+            return _job(job_id, state, packed) | details | ownership(owner) | dependants
         if hold is not None and held is not None:
             details = {"attempts": [], "blocked_behind": False, "progress": None}
             more = self._held.details(job_id, hold) | self._held.dependants(job_id, groups)
-            return _job(job_id, "held", held) | details | more | self._held.membership(self.name, groups)
+            return _job(job_id, "held", held) | details | more | self._held.membership(groups)
         try:
             return self._ended(job_id, done) | {"progress": None}
         except UnknownJob:

@@ -349,6 +349,21 @@ def _counted(done: str, count: int, wanted: int, reason: str) -> str:
     return f"{done} {_jobs(count)}" + (f"; {_jobs(left)} not: {reason}" if left else "")
 
 
+async def _cancel_batch(source: Source, form: Form) -> Note:
+    answer = await source.change("batch.cancel", name=form.queue, id=form.id)
+    total = form.so_far + answer["cancelled"]
+    text = f"cancelled {_jobs(total)} of batch {form.id}"
+    if not answer["more"]:
+        return Note(text)
+    kept = [(name, value) for name, value in form.items() if name != "so_far"]
+    return Note(text, [*kept, ("so_far", str(total)), ("confirmed", "yes")])
+
+
+async def _ask_cancel_batch(source: Source, form: Form) -> Question:
+    text = "Its members that have not begun are cancelled, in all queues. Running ones end; then the batch has failed."
+    return Question(f"Cancel batch {form.id} of queue {form.queue}?", text, "Cancel batch")
+
+
 ACTIONS: Mapping[str, Action] = {
     action.name: action
     for action in (
@@ -362,6 +377,7 @@ ACTIONS: Mapping[str, Action] = {
         Action("job.retry", _retry, _ask_retry),
         Action("job.discard", _discard, _ask_discard),
         Action("job.run", _run_now),
+        Action("batch.cancel", _cancel_batch, _ask_cancel_batch),
         Action("schedule.pause", _on_schedule("schedule.pause", "paused")),
         Action("schedule.resume", _on_schedule("schedule.resume", "resumed")),
         Action("schedule.trigger", _on_schedule("trigger", "triggered")),

@@ -25,7 +25,7 @@ from forq.client import Client
 from forq.errors import ForqError, PermissionRefused, RedisUnavailable, SupervisorUnreachable, TimedOut, UsageError
 from forq.log_format import Redaction
 from forq.version import VERSION
-from forq.web import display, job_pages, queue_pages, system_pages
+from forq.web import display, flow_pages, job_pages, queue_pages, system_pages
 from forq.web.access import Access, Authorize
 from forq.web.action_log import UNANSWERED, ActionLog
 from forq.web.actions import ACTIONS, NEED_SUPERVISOR, Form
@@ -53,6 +53,8 @@ PAGES: Mapping[str, tuple[str, PageFunction]] = {
     "/queues/{queue}/options": ("options", queue_pages.options),
     "/queues/{queue}/jobs": ("jobs", job_pages.jobs),
     "/queues/{queue}/job": ("job", job_pages.job),
+    "/queues/{queue}/flow": ("flow", flow_pages.flow),
+    "/queues/{queue}/batch": ("batch", flow_pages.batch),
     "/queues/{queue}/dead": ("dead", job_pages.dead),
     "/queues/{queue}/schedule": ("schedules", system_pages.schedule),
     "/dead": ("dead", job_pages.all_dead),

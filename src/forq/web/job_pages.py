@@ -9,6 +9,7 @@ from forq.api_types import State
 from forq.broker.inspect import find_job
 from forq.errors import ForqError, UnknownJob, UsageError
 from forq.open_parts import details_without_messages, without_data
+from forq.web.flow_pages import home_of_flow
 from forq.web.page import Page, Visit
 
 PER_PAGE = 100
@@ -234,16 +235,19 @@ async def all_dead(visit: Visit) -> Page:
 
 
 async def find(visit: Visit) -> Page:
-    """A job by id, in all queues."""
+    """A job or flow by id, in all queues."""
     job_id = visit.text("id")
     found: list[dict[str, str]] = []
+    flow = None
     if job_id is not None:
         link, names = visit.source.link, list(visit.now.queues)
         places = await visit.source.run(lambda: find_job(link(), visit.source.prefix, names, job_id))
         found = [{"queue": name, "state": state} for name, state in places]
         if "dead" in visit.permitted:
             found += await _find_dead(visit, job_id)
-    return Page("find.html", "Find a job", {"id": job_id, "found": found}, live=False)
+        if "flow" in visit.permitted:
+            flow = await home_of_flow(visit, job_id)
+    return Page("find.html", "Find a job", {"id": job_id, "found": found, "flow": flow}, live=False)
 
 
 async def _find_dead(visit: Visit, job_id: str) -> list[dict[str, str]]:

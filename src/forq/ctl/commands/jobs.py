@@ -228,10 +228,10 @@ def _field_text(key: str, value: Any) -> str:
         )
     if key == "waits_for":
         return ", ".join(map(_dependency_text, value))
+    if key == "member_of":
+        return f"batch {printable(value['id'])} of queue {printable(value['queue'])}, number {value['number']}"
     if key == "dependants":
         return ", ".join(map(printable, value))
-    if key == "member_of":
-        return f"batch {printable(value['batch'])} of queue {printable(value['queue'])}, number {value['number']}"
     if key == "tick":
         return iso_time(value) or "-"
     if key == "progress" and value is not None:
@@ -240,10 +240,10 @@ def _field_text(key: str, value: Any) -> str:
 
 
 def _dependency_text(dependency: dict[str, Any]) -> str:
-    """`a (active)`, `b (scheduled for 2026-01-31T12:00:00.000Z)`, `batch c`."""
+    """`a (active)`, `b (scheduled for 2026-01-31T12:00:00.000Z)`, `batch c`, `job d of queue other`."""
     if dependency["state"] is None:
-        place = f" of queue {printable(dependency['queue'])}" if "queue" in dependency else ""
-        return f"{dependency['kind']} {printable(dependency['id'])}{place}"
+        elsewhere = f" of queue {dependency['queue']}" if "queue" in dependency else ""
+        return f"{dependency['kind']} {printable(dependency['id'])}{elsewhere}"
     due = f" for {iso_time(dependency['run_at'])}" if "run_at" in dependency else ""
     return f"{printable(dependency['id'])} ({dependency['state']}{due})"
 
