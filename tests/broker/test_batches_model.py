@@ -11,7 +11,14 @@ from typing import ClassVar
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from forq.batch import Batch, Children
 from forq.broker.claim import Settled
@@ -128,6 +135,14 @@ class BatchMachine(RuleBasedStateMachine):
         self.running: list[Running] = []
         self.ended_callbacks: set[str] = set()
 
+    @initialize(use=st.booleans(), queues=st.lists(QUEUES, min_size=1, max_size=3), seals=st.booleans())
+    def begin_with_a_batch(self, use: bool, queues: list[str], seals: bool) -> None:
+        self.open(use)
+        for queue in queues:
+            self.add(0, queue, False)
+        if seals:
+            self.seal(0)
+
     def known(self) -> list[ModelBatch]:
         return [batch for batch in self.batches if not batch.is_forgotten]
 
@@ -138,13 +153,14 @@ class BatchMachine(RuleBasedStateMachine):
     def real(self, batch: ModelBatch) -> Batch:
         return self.client.find_batch(HOME, batch.id)
 
+    @precondition(lambda self: sum(batch.state not in ENDED for batch in self.batches) < MOST_BATCHES)
     @rule(use=st.booleans())
     def open(self, use: bool) -> None:
-        if sum(batch.state not in ENDED for batch in self.batches) < MOST_BATCHES:
-            batch = ModelBatch(f"B{next(self.numbers)}", use)
-            self.batches.append(batch)
-            self._open(batch)
+        batch = ModelBatch(f"B{next(self.numbers)}", use)
+        self.batches.append(batch)
+        self._open(batch)
 
+    @precondition(lambda self: self.known())
     @rule(pick=PICK)
     def open_again(self, pick: int) -> None:
         if batch := self.pick(pick):
@@ -158,6 +174,7 @@ class BatchMachine(RuleBasedStateMachine):
         callbacks = {name: new_job(name) for name in batch.callbacks}
         self.client.batch(HOME, id=batch.id, results=batch.use, **callbacks)
 
+    @precondition(lambda self: self.known())
     @rule(pick=PICK, queue=QUEUES, dies=st.sampled_from((False, False, False, True)))
     def add(self, pick: int, queue: str, dies: bool) -> None:
         """`dies`: the producer dies after it has reserved the place of the member."""
@@ -181,6 +198,7 @@ class BatchMachine(RuleBasedStateMachine):
             real.flush()
             member.state = "waiting"
 
+    @precondition(lambda self: any(running.member for running in self.running))
     @rule(pick=PICK, queue=QUEUES, dies=st.booleans())
     def add_child(self, pick: int, queue: str, dies: bool) -> None:
         """A running member adds the next member of its attempt, perhaps one that an earlier attempt has added."""
@@ -232,10 +250,13 @@ class BatchMachine(RuleBasedStateMachine):
     def claim(self, queue: str) -> None:
         self._claim(queue)
 
-    @rule(queue=QUEUES)
-    def claim_again(self, queue: str) -> None:
-        """Claims are what histories need most."""
-        self._claim(queue)
+    @rule(queue=QUEUES, fails=st.booleans(), delivers=st.booleans())
+    def run_one(self, queue: str, fails: bool, delivers: bool) -> None:
+        """In one step, since histories need it most."""
+        if self._claim(queue):
+            self.settle(len(self.running) - 1, fails)
+            if delivers:
+                self.deliver()
 
     def _claim(self, queue: str) -> bool:
         if sum(running.queue == queue for running in self.running) == MOST_RUNNING:
@@ -267,6 +288,7 @@ class BatchMachine(RuleBasedStateMachine):
                     return Running(worker, worker.fence, queue, batch, member, "")
         raise AssertionError(f"{job_id} is a job of no batch")
 
+    @precondition(lambda self: self.running)
     @rule(pick=PICK, fails=st.sampled_from((False, False, True)))
     def settle(self, pick: int, fails: bool) -> None:
         if not self.running:
@@ -292,6 +314,7 @@ class BatchMachine(RuleBasedStateMachine):
         else:
             self.reports.append((batch, member, how))
 
+    @precondition(lambda self: self.running)
     @rule(pick=PICK)
     def lose_a_worker(self, pick: int) -> None:
         if not self.running:
@@ -313,12 +336,14 @@ class BatchMachine(RuleBasedStateMachine):
             assert self.queues[member.queue].producer.cancel(member.id)
             self._end(batch, member, "cancelled")
 
+    @precondition(lambda self: self.known())
     @rule(pick=PICK)
     def seal(self, pick: int) -> None:
         if batch := self.pick(pick):
             batch.seal(cancel=False)
             assert self.real(batch)._stored().seal() == len(batch.open_members())
 
+    @precondition(lambda self: self.known())
     @rule(pick=PICK)
     def cancel(self, pick: int) -> None:
         if batch := self.pick(pick):
@@ -328,6 +353,7 @@ class BatchMachine(RuleBasedStateMachine):
                 self._end(batch, member, "cancelled")
             assert self.real(batch).cancel() == len(waiting)
 
+    @precondition(lambda self: self.reports)
     @rule()
     def deliver(self) -> None:
         deliver(self.other)
@@ -335,6 +361,7 @@ class BatchMachine(RuleBasedStateMachine):
             self._count(*report)
         self.reports = []
 
+    @precondition(lambda self: self.reports)
     @rule(most=st.integers(1, 3), times=st.integers(1, 2))
     def deliver_and_die(self, most: int, times: int) -> None:
         """Pulse delivers some reports and dies before it forgets them."""
@@ -441,7 +468,7 @@ def test_each_member_counts_once_and_each_callback_runs_once(server: Server) -> 
     run_state_machine_as_test(
         type("Machine", (BatchMachine,), {"server": server}),
         settings=settings(
-            max_examples=int(requested or examples(20, 60)),
+            max_examples=int(requested or examples(30, 120)),
             stateful_step_count=40,
             derandomize=requested is None,
             deadline=None,
