@@ -135,13 +135,17 @@ class BatchMachine(RuleBasedStateMachine):
         self.running: list[Running] = []
         self.ended_callbacks: set[str] = set()
 
-    @initialize(use=st.booleans(), queues=st.lists(QUEUES, min_size=1, max_size=3), seals=st.booleans())
-    def begin_with_a_batch(self, use: bool, queues: list[str], seals: bool) -> None:
+    @initialize(
+        use=st.booleans(), queues=st.lists(QUEUES, min_size=1, max_size=3), seals=st.booleans(), claims=st.booleans()
+    )
+    def begin_with_a_batch(self, use: bool, queues: list[str], seals: bool, claims: bool) -> None:
         self.open(use)
         for queue in queues:
             self.add(0, queue, False)
         if seals:
             self.seal(0)
+        if claims:
+            self._claim(queues[0])
 
     def known(self) -> list[ModelBatch]:
         return [batch for batch in self.batches if not batch.is_forgotten]
