@@ -187,7 +187,9 @@ def open_batch(
 ) -> Batch:
     """Creates a batch and stores its callbacks, which wait for it. May be repeated with the same id."""
     batch = Batch(link, prefix, queue, new_id() if id is None else id, keeps_results=results)
-    batch._stored().open(keeps_results=results)
+    is_new = batch._stored().open(keeps_results=results)
+    # Then on_dead may have run already, and must not be stored again.
+    has_died = not is_new and batch.info()["dead"] > 0
     waiting = [
         job._replace(
             id=f"{batch.id}:{name}",
@@ -195,7 +197,7 @@ def open_batch(
             options=f"{job.options},g={batch.id}" if job.options else f"g={batch.id}",
         )
         for name, job in callbacks.items()
-        if job is not None
+        if job is not None and not (has_died and name == "on_dead")
     ]
     if waiting:
         # A repeated call finds them.

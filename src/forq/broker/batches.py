@@ -58,10 +58,11 @@ class StoredBatch:
         self._base = queue_base(prefix, queue)
         self._epoch = ""
 
-    def open(self, *, keeps_results: bool) -> None:
-        """Creates it; an open one of this id is joined. BatchEnded if it is sealed or has ended."""
+    def open(self, *, keeps_results: bool) -> bool:
+        """Creates it and returns True; an open one of this id is joined. BatchEnded if it is sealed or has ended."""
         reply = self._run("open_batch", PROTOCOL, self.id, int(keeps_results))
         self._epoch = reply[1].decode()
+        return bool(reply[2])
 
     def edge(self, number: int, queue: str, *, keeps_results: bool) -> str:
         """The edge of a member in this queue, as enqueue.lua stores it."""
