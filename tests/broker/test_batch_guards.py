@@ -194,6 +194,19 @@ def test_a_second_open_joins_the_batch(queue: OneQueue, client: Client, worker: 
     assert worker.turn(5, done="ab") == ids(batch, "on_done")
 
 
+def test_a_second_open_does_not_repeat_a_callback_that_has_run(
+    queue: OneQueue, client: Client, worker: HandWorker
+) -> None:
+    batch = client.batch("q", id="B", **callbacks("on_dead"))
+    batch.enqueue("q", 1, id="a")
+    batch.flush()
+    worker.turn(1)
+    assert worker.turn(1, failed="a") == ids(batch, "on_dead")
+    worker.consumer.turn(9, [b"B:on_dead", worker.fence, 7], [], 0, 0)
+    client.batch("q", id="B", **callbacks("on_dead"))
+    assert queue.state().jobs == set()
+
+
 def test_a_sealed_batch_takes_members_of_running_members_only(
     queue: OneQueue, client: Client, worker: HandWorker
 ) -> None:

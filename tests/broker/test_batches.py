@@ -506,3 +506,13 @@ def test_a_batch_that_is_opened_twice_has_the_members_of_both(
     worker.turn(2)
     worker.turn(0, done="ab")
     assert batch.info()["state"] == "done"
+
+
+def test_a_home_of_mode_on_request_has_callbacks(redis_url: str, client: Client) -> None:
+    with one_queue(redis_url, "items", "on_request") as items:
+        with client.batch("items", on_end=new_job("callback")) as batch:
+            batch.enqueue("items", 1, id="a")
+        assert items.producer.cancel("a")
+        release = client.queue("items").dequeue()
+        assert release is not None
+        assert release.id == f"{batch.id}:on_end"
