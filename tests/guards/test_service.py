@@ -141,6 +141,7 @@ def test_the_metrics_page(forq: Forq) -> None:
     forq.create("measured")
     forq.client().queue("measured").enqueue(1)
     wait_until(lambda: re.search(r'forq_done_total.*"measured".* 1.0', page(forq)), what="its job is on the page")
+    wait_until(lambda: 'role="retry",state="parked"' in page(forq), what="its retry process has started")
     lines = [re.sub(r" [-+0-9.e]+(Inf|NaN)?$", " <number>", words(line, forq)) for line in page(forq).splitlines()]
     compare("metrics.txt", "\n".join(lines) + "\n")
 

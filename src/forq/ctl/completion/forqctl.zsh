@@ -153,6 +153,7 @@ _shtab_forqctl_create_defaults_added=0
 
 _shtab_forqctl_dead_options=(
   "--all[retry or discard all jobs that are dead now]"
+  "--with-dependants[also retry those that are dead because of it]"
   "--limit[maximum number of jobs listed]:N:"
   "--after[continue after the previous page]:CURSOR:"
   "--socket[the control socket (default\: FORQ_SOCKET, else the state directory\'s)]:PATH:_files"
