@@ -516,6 +516,10 @@ class AsyncQueue:
         """See Queue.retry_dead."""
         return await self._run(lambda queue: queue.retry_dead(id, all=all))  # type: ignore[call-overload]
 
+    async def retry_dead_with_dependants(self, id: str) -> DeadChanged:
+        """See Queue.retry_dead_with_dependants."""
+        return await self._run(lambda queue: queue.retry_dead_with_dependants(id))
+
     @overload
     async def discard_dead(self, id: str) -> str: ...  # type: ignore[overload-overlap]
     @overload

@@ -37,6 +37,14 @@ EXPIRY_SECONDS = 1.5
 # Patience with a busy machine.
 _OPEN_SECONDS = 90.0
 _HASTE_MS = 2 * 3600 * 1000
+# Their numbers were reserved that much earlier.
+_AGE_MEMBERS = """
+local members = redis.call('HGETALL', KEYS[1])
+for at = 1, #members, 2 do
+  local place, seconds, parent = string.match(members[at + 1], '^(.*) (%d+) (%d+)$')
+  redis.call('HSET', KEYS[1], members[at], string.format('%s %d %s', place, seconds - ARGV[1], parent))
+end
+"""
 _UNENDED = (b"open", b"sealed", b"cancelled")
 
 _SETTINGS = f"""
@@ -214,6 +222,8 @@ class Stage:
                 for what, at_ms in checks:
                     if what[:1] == b"j" or what[1:] in unended:
                         client.zadd(f"{base}:checks", {what: at_ms - _HASTE_MS}, xx=True)
+                if hastens:
+                    client.eval(_AGE_MEMBERS, 1, f"{base}:batch:members", _HASTE_MS // 1000)
         return open_ones == 0
 
     def heal(self) -> None:

@@ -39,7 +39,7 @@ REFUSED = (
         "ack",
     ),
     *("schedule", "schedules", "schedule.pause", "schedule.resume", "unschedule", "trigger"),
-    "job.run",
+    *("job.run", "batch.cancel"),
     *("dead.list", "dead.groups", "dead.show", "dead.retry", "dead.discard"),
 )
 

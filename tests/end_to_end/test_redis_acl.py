@@ -184,6 +184,7 @@ def whole_api(client: Client) -> dict[str, Callable[[], object]]:
         "jobs": work.jobs,
         "dead": work.dead,
         "retry_dead": lambda: work.retry_dead(["gone"]),
+        "retry_dead_with_dependants": lambda: raises(UnknownJob, lambda: work.retry_dead_with_dependants("gone")),
         "discard_dead": lambda: raises(UnknownJob, lambda: work.discard_dead("gone")),
         "schedule": lambda: work.schedule("yearly", cron="0 0 1 1 *"),
         "schedules": work.schedules,
