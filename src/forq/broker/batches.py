@@ -64,8 +64,7 @@ class StoredBatch:
         """Creates it; an open one of this id is joined. BatchEnded if it is sealed or has ended. Returns the epoch and
         the time of its home queue."""
         reply = self._run("open_batch", PROTOCOL, self.id, int(keeps_results))
-        self._known = reply[1].decode(), reply[2].decode()
-        return TokenTerms(self._known[0], int(reply[3]), 0)
+        return TokenTerms(reply[1].decode(), int(reply[2]), 0)
 
     def edge(self, number: int, queue: str, *, keeps_results: bool) -> str:
         """The edge of a member in this queue, as enqueue.lua stores it."""

@@ -169,7 +169,7 @@ end
 -- open_batch: creates a batch, or joins it. Its callbacks are enqueued after this, waiting for it.
 -- KEYS[1]  the queue's base
 -- ARGV     protocol, B, whether results are kept ('1' | '0')
--- Returns  {OK, epoch, its nonce, now (ms)}; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FLOWS_OFF}; {BATCH_ENDED}
+-- Returns  {OK, epoch, now (ms)}; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FLOWS_OFF}; {BATCH_ENDED}
 -- States   unchanged
 function verbs.open_batch()
   if not epoch then return { NO_QUEUE } end
@@ -178,14 +178,14 @@ function verbs.open_batch()
   local id, use = ARGV[2], ARGV[3]
   local batch = batches.read(id)
   if batch and batch.state ~= 'open' then return { BATCH_ENDED } end
-  if batch then return { OK, epoch, batch.nonce, now_ms } end
+  if batch then return { OK, epoch, now_ms } end
   flows.switch_on()
   batches.write({ id = id, state = 'open', use = use, added = 0, open = 0, done = 0, dead = 0, other = 0,
     at_ms = now_ms, nonce = now_text() })
   batches.check_at('b' .. id, now_ms + UNSEALED_MS)
   journal.note('batch_opened 0 ' .. id)
   journal.write('-')
-  return { OK, epoch, now_text(), now_ms }
+  return { OK, epoch, now_ms }
 end
 
 -- add_members: reserves numbers for new members, before they are stored in their queues. With a parent, itself a member
