@@ -1,10 +1,10 @@
 -- Batches: sets of jobs in any queues, and what waits for all of them. A batch lives in one queue, its home.
 --
 --   batches         B -> STATE USE ADDED OPEN DONE DEAD OTHER AT_MS NONCE. STATE: 'open' (members may be added),
---                   'sealed', 'cancelled' (sealed, and running members may not add any), or how it has ended. USE: '1' if results
---                   are kept. ADDED: members so far; OPEN: those that have not ended; DONE, DEAD, OTHER: how the others
---                   have. AT_MS: of its creation, and of the end once it has ended. NONCE: in the edges of its members,
---                   so that those of an earlier batch of this id do not count
+--                   'sealed', 'cancelled' (sealed, and running members may not add any), or how it has ended. USE: '1'
+--                   if results are kept. ADDED: members so far; OPEN: those that have not ended; DONE, DEAD, OTHER: how
+--                   the others have. AT_MS: of its creation, and of the end once it has ended. NONCE: in the edges of
+--                   its members, so that those of an earlier batch of this id do not count
 --   batch:members   B ' ' NUMBER -> QUEUE ' ' ID ' ' SECONDS ' ' PARENT of a member that has not ended. SECONDS: when
 --                   its number was reserved, before it was stored; PARENT: the number of the member that added it, or 0
 --   batch:results   B ' ' NUMBER -> HOW ' ' RESULT of one that has, with USE
