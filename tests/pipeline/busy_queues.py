@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+from forq.batch import open_batch
 from forq.broker.claim import Consumer, Settled
 from forq.broker.dead import DeadJobs
 from forq.broker.enqueue import Producer, Update, new_job
@@ -79,6 +80,7 @@ class BusyQueue:
         actions = (
             [self.enqueue] * 5
             + [self.enqueue_held] * 2
+            + [self.use_a_batch]
             + [self.turn] * 12
             + [self.lose, self.remove_or_cancel, self.beat, self.revive_or_discard, self.rescue]
         )
@@ -116,6 +118,17 @@ class BusyQueue:
         # Those that exist stay as they are, and the others wait for them. The first may be unknown.
         with suppress(UnknownDependency):
             self._producer.enqueue(jobs[chance.randint(0, 1) :], Update("skip"))
+
+    def use_a_batch(self) -> None:
+        """A batch with some callbacks and members, which may be cancelled."""
+        chance = self._chance
+        callbacks = {name: new_job({}) if chance.random() < 0.7 else None for name in ("on_done", "on_end", "on_dead")}
+        batch = open_batch(lambda: self._link, DEFAULT_PREFIX, self.name, None, callbacks=callbacks, results=False)
+        for _ in range(chance.randint(0, 3)):
+            batch.enqueue(self.name, {"n": 1}, options=chance.choice(OPTIONS))
+        batch.seal()
+        if chance.random() < 0.2:
+            batch.cancel()
 
     def turn(self) -> None:
         """Settles some held jobs in order, returns the rest, and claims more."""

@@ -8,7 +8,7 @@ from forq.broker.journal import VERBS
 from forq.pipeline import verbs
 
 STATES = Path(__file__).resolve().parents[2] / "docs" / "design" / "states.md"
-OF_QUEUES = {"created", "deleted", "paused", "resumed"}
+OF_QUEUES = {"created", "deleted", "paused", "resumed", "batch_opened", "batch_ended"}
 OWN_NAMES = {"fail_job_added", "cancelled_run"}
 
 
