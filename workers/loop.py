@@ -60,6 +60,10 @@ PREFETCH_BELOW_NS = 8_000_000
 MAX_BATCH_NS = 2 * TARGET_BATCH_NS
 # An idle worker claims a single job if jobs take longer than this: other workers may be idle too.
 QUICK_JOB_NS = 500_000
+# A wait that took longer than this was for a job that did not exist yet.
+WAITED_NS = 300_000
+# Values per job in Settled, of one that succeeded.
+SETTLED_LENGTH = 3
 # See duty 3. Must be well below the age at which pulse rescues the rest of a batch (pulse.RESCUE_AFTER_MS).
 SLOW_JOB_NS = 10_000_000
 # Results are sent with the turn. Above this total the worker takes a turn at once, or the call might be too large.
@@ -173,6 +177,8 @@ class WorkerLoop:
         # The next job may have another timeout than the slot shows.
         self._own_timeouts = False
         self._parked: State | None = None
+        # The last job had to be waited for, and came alone.
+        self._arrives_singly = False
         # The reply to a turn that was sent along with a blocking wait.
         self._prefetched: Turn | None = None
         self._out_of_memory_logged = False
@@ -227,6 +233,8 @@ class WorkerLoop:
     def _claim(self) -> Batch:
         """Settles the last batch and claims the next."""
         turn, self._prefetched = self._prefetched, None
+        if turn is None and self._settles_while_waiting():
+            return []
         if turn is None:
             turn = self._take_turn(keep=0, want=self._recycling.claimable(self._want, self._unsettled))
         if turn is None:
@@ -408,18 +416,22 @@ class WorkerLoop:
 
     def _turn_done(self, turn: Turn) -> None:
         """Publishes the turn and clears the settled jobs."""
-        if turn.refused:
-            self._log_refused(len(turn.refused))
         self._publish_turn()
-        self.slot.words[DONE] += self._unsettled
+        self._settled(turn.refused)
         self._limits = turn.limits
-        self._done, self._failed, self._unsettled = [], [], 0
+        self._failed = []
         if self._results:
             self._results, self._results_bytes = [], 0
             self.slot.has_results = False
         self._log_fate(turn)
         if self._dropped is not None:
             self._log_dropped_results()
+
+    def _settled(self, refused: list[bytes]) -> None:
+        if refused:
+            self._log_refused(len(refused))
+        self.slot.words[DONE] += self._unsettled
+        self._done, self._unsettled = [], 0
 
     def _publish_turn(self) -> None:
         """The position at the start of this turn. The full number first: see Slot.read_position."""
@@ -481,6 +493,8 @@ class WorkerLoop:
         """Blocks in Redis until there may be a job."""
         self._show_waiting(self._idle_state if self._parked is None else self._parked)
         may_claim = self._grant.stop_using() and self._claims_ahead
+        if not may_claim or self._parked is not None:
+            self.settle()
         self._blocking = True
         try:
             self.consumer.fetch_client_id()
@@ -510,12 +524,28 @@ class WorkerLoop:
         """Sends the claim along with the wait: a job starts one round trip earlier."""
         while not self.stopping and self._prefetched is None:
             self._number = self._numbers.next()
-            turn = self.consumer.wait_for_turn(self._number, self._recycling.claimable(self._want_when_idle, 0))
+            want = self._recycling.claimable(self._want_when_idle, self._unsettled)
+            sent_ns = self._now()
+            if self._done:
+                turn = self.consumer.settle_and_wait(self._number, want, self._done, self._settled)
+            else:
+                turn = self.consumer.wait_for_turn(self._number, want)
             if turn is None:
                 return
             self._turn_done(turn)
             if turn.jobs or turn.paused or turn.limited:
                 self._prefetched = turn
+                self._arrives_singly = len(turn.jobs) == 2 and self._now() - sent_ns > WAITED_NS
+
+    def _settles_while_waiting(self) -> bool:
+        """Whether to settle the last job with the next wait: it had arrived alone, so probably no other one is there."""
+        singly, self._arrives_singly = self._arrives_singly, False
+        if not singly or len(self._done) != SETTLED_LENGTH or self._failed or self._results:
+            return False
+        if not self._claims_ahead or self.consumer.link.is_cluster:
+            return False
+        self._want_when_idle = 1
+        return True
 
     def _show_waiting(self, state: State) -> None:
         words = self.slot.words

@@ -52,7 +52,7 @@ def settle(worker: HandWorker, job_id: str, result: str, keep_ms: int | None) ->
 
 def make_due(queue: OneQueue, *ids: str) -> None:
     for job_id in ids or ("a",):
-        queue.redis.zadd(queue.key("scheduled"), {job_id: 1})
+        queue.set_due({job_id: 1})
 
 
 def options_of(queue: OneQueue, job_id: str = "a") -> str:

@@ -184,12 +184,15 @@ def test_every_refusal_code_has_its_own_error() -> None:
 
 
 def test_every_per_call_variable_is_reset_when_the_call_begins() -> None:
-    """Variables of all verbs in `begin`, which every call runs; those of turn.lua at the start of the turn."""
+    """Variables of all verbs in `begin`, which every call runs, or with the summary, which `open` reads; those of turn.lua
+    at the start of the turn."""
     declared = re.findall(r"^local ([a-z_, ]+|KEYS, ARGV)$", source("call"), re.MULTILINE)
     variables = {name for line in declared for name in line.split(", ")}
     assert {"KEYS", "events", "bucket", "has_progress"} <= variables
     begin = source("call").partition("local function begin(")[2].partition("\nend\n")[0]
-    assert assigned(begin) >= variables
+    read = source("summary").partition("function summary.read()")[2].partition("\nend\n")[0]
+    assert assigned(begin) | assigned(read) >= variables
+    assert "version" in assigned(begin), "summary.save does nothing in calls that have not read the summary"
     assert not re.search(r"^local [a-z_, ]+$", whole().replace(source("call"), "").replace(source("turn"), ""), re.M)
     own = re.findall(r"^local ([a-z_, ]+)$", source("turn"), re.MULTILINE)
     start = source("turn").partition("function verbs.turn()")[2].partition("turns.register()")[0]

@@ -64,6 +64,30 @@ SCHEMA = 4
 _FIELD = b"v4"
 
 
+class Summary(NamedTuple):
+    """What every call to a queue reads (lua/summary.lua). `options`: their epoch and version. `hash`: '' for none."""
+
+    options: str
+    sequence: int
+    hash: str
+    bytes: int
+    fence: str
+    other_hints: int
+    lane: int
+    suspects: int
+    first_due_ms: int
+    may_be_stale: bool
+    may_be_rare: bool
+
+
+def read_summary(packed: bytes | None) -> Summary:
+    """`packed`: the key `summary` of a queue; None if the queue is absent."""
+    epoch, version, sequence, hash_, size, fence, *rest = (packed or b"0 0 0 - 0 0 0 0 0 1 1 1").decode().split(" ")
+    hints = map(int, rest[:4])
+    text = "" if hash_ == "-" else hash_
+    return Summary(f"{epoch} {version}", int(sequence), text, int(size), fence, *hints, rest[4] == "1", rest[5] == "1")
+
+
 class Entry(NamedTuple):
     """One stream entry; `text` has its events."""
 

@@ -145,6 +145,29 @@ class Link:
         answers = self._exchange(commands, OutcomeUnknown)
         return [self._refusal(str(a)) if isinstance(a, Exception) else a for a in answers]
 
+    def replies(self, *commands: tuple[Any, ...]) -> Iterator[Any]:
+        """Sends several commands about one queue at once; yields each reply, or error, as soon as it arrives.
+
+        The caller that does not read them all closes the connection. Not in a cluster.
+        """
+        connection = self._ready_connection()
+        try:
+            connection.send_many(commands)
+            for _ in commands:
+                answer = connection.receive()
+                self._used_at = time.monotonic()
+                yield self._refusal(str(answer)) if isinstance(answer, Exception) else answer
+        except OSError as exc:
+            self.close()
+            raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_cluster(self) -> bool:
+        return self._cluster is not None
+
     def run_batch(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any] | ForqError]:
         """Runs a script for several queues of one server at once: (base, args …) per call.
 

@@ -81,7 +81,7 @@ LUA_CONSTANTS = {name: value for name, value in globals().items() if name.isuppe
 LUA_CONSTANTS.pop("PROTOCOL")
 
 FILES = (
-    *("call", "journal", "records", "hints", "limits", "results", "claims", "failures", "flows", "batches"),
+    *("call", "summary", "journal", "records", "hints", "limits", "results", "claims", "failures", "flows", "batches"),
     *("leases", "schedules", "release", "recovery", "control", "queues", "enqueue", "turn", "verbs"),
 )
 # Lua allows 200 local variables per function. Those of the other files are their own: each is a block.

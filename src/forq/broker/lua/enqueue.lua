@@ -101,6 +101,7 @@ function blocked.add(id, dispatch)
     entry.own = blocked.clamp(entry.own, lo, hi)
   end
   entry.lo, entry.hi = blocked.fold_bounds(entry.lo, entry.hi, dispatch.update_run_at, dispatch.run_at)
+  may_be_rare = true
   redis.call('HSET', key('blocked'), id, string.format('%d %d %s %.0f %.0f %.0f %s%s\n', entry.update and 1 or 0,
     entry.reset and 1 or 0, entry.priority, entry.own, entry.lo, entry.hi, entry.enqueued_us,
     entry.options == '' and '' or ' ' .. entry.options) .. entry.body)
@@ -154,10 +155,9 @@ function verbs.enqueue()
   local count = (#ARGV - FIRST + 1) / WIDTH
   local max_items, max_data, dedup_ttl_ms = option('max_items'), option('max_data'), option('dedup_ttl_ms')
 
-  -- Converting a number to text costs as much as a command, so once only.
-  local stored_us = string.format('%d', now_us)
+  local stored_us = now_text()
   local stored_at = ' ' .. stored_us .. '\n'
-  local mark = epoch .. ' ' .. (stored_counts[4] or '0') .. ' ' .. stored_us
+  local mark = epoch .. ' ' .. last_fence .. ' ' .. stored_us
 
   if store_single(count, max_items, max_data, stored_at) then return { OK, mark } end
 

@@ -4,7 +4,7 @@
 local ENTRY_BYTES = 150
 local EXACT_TRIM_MAX = 100000
 
--- Sets a field of `counts`; journal.write stores it at the end of the call.
+-- Sets a field of `counts`, which holds what few calls need; journal.write stores it at the end of the call.
 function journal.set_count(name, value)
   new_counts[#new_counts + 1] = name
   new_counts[#new_counts + 1] = value
@@ -57,27 +57,29 @@ function journal.trim(too_long)
   local left = redis.call('XLEN', stream)
   if left == before then return end
   -- The size of the removed entries is unknown, so assume that all entries are equally long.
-  local bytes = tonumber(redis.call('HGET', key('counts'), 'journal_bytes') or 0)
-  redis.call('HSET', key('counts'), 'journal_bytes', math.floor(bytes * left / before))
+  journal_bytes = math.floor(journal_bytes * left / before)
   redis.call('HINCRBY', key('counts'), 'journal_trimmed', before - left)
   if lost > 0 then redis.call('HINCRBY', key('counts'), 'journal_lost', lost) end
 end
 
--- Must be the last step of a call, even without events: it also stores the counts.
+-- Must be the last step of a call, even without events: it also stores the counts and the summary.
 function journal.write(actor)
-  if #events == 0 or not journal_on then
-    if #new_counts > 0 then redis.call('HSET', key('counts'), unpack(new_counts)) end
-    return
-  end
-  local text, sequence = table.concat(events, '\n'), (stored_counts[1] or 0) + 1
-  local head = string.format('%s %.0f %.0f %s', epoch, sequence, now_us, actor)
-  local hash = redis.sha1hex((stored_counts[2] or '') .. '\n' .. head .. '\n' .. text)
+  if #new_counts > 0 then redis.call('HSET', key('counts'), unpack(new_counts)) end
+  if #events > 0 and journal_on then journal.append(actor) end
+  summary.save()
+end
+
+function journal.append(actor)
+  local text = #events == 1 and events[1] or table.concat(events, '\n')
+  sequence = sequence + 1
+  local about = epoch .. ' ' .. string.format('%d', sequence) .. ' ' .. now_text() .. ' ' .. actor
+  last_hash = redis.sha1hex((last_hash == '-' and '' or last_hash) .. '\n' .. about .. '\n' .. text)
   -- The call has changed the queue by now and must not fail. A refused entry leaves a gap in the sequence. One field
   -- costs a third less than one per value.
-  local refused = redis.pcall('XADD', key('events'), '*', 'v4', head .. ' ' .. hash .. '\n' .. text).err
-  local bytes = (stored_counts[3] or 0) + (refused and 0 or #text + ENTRY_BYTES)
-  redis.call('HSET', key('counts'), 'journal_sequence', sequence, 'journal_hash', hash, 'journal_bytes', bytes,
-    unpack(new_counts))
-  if refused then redis.call('HINCRBY', key('counts'), 'journal_lost', 1)
-  elseif bytes > journal_max then journal.trim(true) end
+  if redis.pcall('XADD', key('events'), '*', 'v4', about .. ' ' .. last_hash .. '\n' .. text).err then
+    redis.call('HINCRBY', key('counts'), 'journal_lost', 1)
+    return
+  end
+  journal_bytes = journal_bytes + #text + ENTRY_BYTES
+  if journal_bytes > journal_max then journal.trim(true) end
 end

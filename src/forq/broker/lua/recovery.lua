@@ -233,6 +233,7 @@ function verbs.heartbeat()
   hints.wake_idle(NOTIFY_AWAITERS, WAKE_LIMITED)
   journal.write(processor)
   journal.trim(false)
+  summary.save()
 
   -- The number of jobs that need a process of their own.
   local function helpers_needed()
