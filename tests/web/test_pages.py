@@ -357,14 +357,21 @@ def test_without_redis_the_pages_say_so(tmp_path: Any) -> None:
         assert page.get("/schedules").status_code == 503
 
 
-def test_many_schedules_are_paged(page: TestClient, client: Client) -> None:
-    queue = client.queue("mails")
-    for number in range(450):
-        queue.schedule(f"k{number:03}", every=3600)
+def test_a_hundred_thousand_schedules_are_paged(page: TestClient, client: Client) -> None:
+    client.queue("mails").schedule("k", every=3600)
+    link, stored = client.link(), "forq:queue:{mails}:schedules"
+    definition = link.call("HGET", stored, "k")
+    for at in range(1, 100_000, 1000):
+        fields = (part for number in range(at, min(at + 1000, 100_000)) for part in (f"k{number:05}", definition))
+        link.call("HSET", stored, *fields)
     first = page.get("/schedules").text
-    assert "1\N{EN DASH}200 of 450" in first
-    assert "401\N{EN DASH}450 of 450" in page.get("/schedules?page=2").text
-    assert "k042" in page.get("/schedules?find=k042").text
+    assert "1\N{EN DASH}200 of 100,000" in first
+    assert len(first) < 400_000
+    assert "99,801\N{EN DASH}100,000 of 100,000" in page.get("/schedules?page=499").text
+    assert "k00042" in page.get("/schedules?find=k00042").text
+    shown = page.get("/queues/mails").text
+    assert "and 99,900 more" in shown
+    assert len(shown) < 200_000
 
 
 @pytest.mark.parametrize(
@@ -551,6 +558,11 @@ def test_a_page_without_live_updates_has_no_stream(page: TestClient, path: str) 
     answer = page.get(f"/live{path}")
     assert answer.status_code == 400
     assert "no live updates" in answer.text
+
+
+def test_the_head_of_a_live_page_is_answered_at_once(page: TestClient) -> None:
+    answer = page.head("/live/")
+    assert (answer.status_code, answer.headers["content-length"]) == (200, "0")
 
 
 @pytest.mark.usefixtures("brief_streams")
