@@ -251,6 +251,22 @@ def test_other_local_users_are_refused() -> None:
         assert page.ask("GET", "/")[0] == 200
 
 
+def test_it_serves_a_unix_socket_and_removes_it_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "web.sock"
+    request = b"GET /queues/mails HTTP/1.1\r\nHost: localhost\r\nAccept: text/html\r\nConnection: close\r\n\r\n"
+    with running(settings=f'{QUEUE}[web]\nlisten = "{path}"\n') as forq:
+        forq.wait_for_child("mails")
+        with socket.socket(socket.AF_UNIX) as browser:
+            browser.settimeout(20)
+            browser.connect(str(path))
+            browser.sendall(request)
+            answer = b"".join(iter(lambda: browser.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"<h1>mails</h1>" in answer
+        forq.stop()
+        assert not path.exists()
+
+
 def test_an_open_address_without_authentication_is_refused_at_the_start() -> None:
     forq = Forq(settings='[web]\nlisten = "0.0.0.0:0"\n'.replace(":0", ":9999"))
     try:
