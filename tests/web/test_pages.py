@@ -284,6 +284,22 @@ def test_all_matching_jobs_are_counted_before_they_are_cancelled(page: TestClien
     assert client.queue("mails").status()["waiting"] == 0
 
 
+def test_very_many_matching_jobs_are_cancelled_in_parts(page: TestClient, client: Client) -> None:
+    queue = client.queue("mails")
+    queue.enqueue_many([{}] * 12_000)
+    form = {"queue": "mails", "state": "waiting", "which": "matching", "back": "/queues/mails"}
+    assert "Cancel 12,001 jobs of queue mails?" in page.post("/do/job.cancel", data=form, headers=SAME_SITE).text
+    part = page.post("/do/job.cancel", data={**form, "confirmed": "yes"}, headers=SAME_SITE)
+    cancelled = 12_001 - queue.status()["waiting"]
+    # A step of the scan may return some more.
+    assert 0 < cancelled <= 11_000
+    assert f"cancelled {cancelled:,} jobs of queue mails" in part.text
+    (again,) = fields_of(part.text, "job.cancel")
+    done = page.post("/do/job.cancel", data=again, headers=SAME_SITE)
+    assert "cancelled 12,001 jobs of queue mails" in page.get(done.headers["location"]).text
+    assert queue.status()["waiting"] == 0
+
+
 def test_changed_options_are_set_and_others_left_alone(page: TestClient, client: Client) -> None:
     form = {"queue": "mails", "option.rate": "5/1s", "before.rate": "off", "option.size": "7", "before.size": "7"}
     assert page.post("/do/queue.set", data=form, headers=SAME_SITE).status_code == 303
