@@ -132,7 +132,7 @@ def test_held_jobs_are_counted_listed_and_cancelled(page: TestClient, client: Cl
 def test_a_flow_is_found_and_shows_its_jobs(page: TestClient, together: Client) -> None:
     assert 'href="/queues/others/flow?id=release-7">release-7</a>' in page.get("/find?id=release-7").text
     text = page.get("/queues/others/flow?id=release-7").text
-    assert "2 jobs: 1 <span" in text
+    assert "Flow of 2 jobs: 1 <span" in text
     rows = re.findall(r"<tr data-key.*?</tr>", text, re.DOTALL)
     assert 'href="/queues/others/job?id=fetch"' in rows[0]
     assert "<td>\u2003parse</td>" in rows[1]
@@ -536,6 +536,15 @@ def test_run_now_needs_selected_jobs(page: TestClient) -> None:
     answer = page.post("/do/job.run", data={"queue": "mails", "which": "matching"}, headers=SAME_SITE)
     assert answer.status_code == 400
     assert "selected jobs" in answer.text
+
+
+def test_an_attempt_shows_its_cause_its_time_and_its_peak_memory(page: TestClient, client: Client) -> None:
+    attempt = {"outcome": "stalled", "cause": "oom", "started_at": 1000.0, "ended_at": 1090.0, "peak_memory": 300 << 20}
+    client.link().call("HSET", "forq:queue:{mails}:attempts", "first", orjson.dumps(attempt))
+    text = re.sub(r"<[^>]+>", " ", page.get("/queues/mails/job?id=first").text)
+    shown = " ".join(text.split())
+    assert "stalled oom" in shown
+    assert "after 1 min 30 s, peak memory 300 MB" in shown
 
 
 def test_a_reader_sees_no_text_of_errors(client: Client, redis_url: str) -> None:
