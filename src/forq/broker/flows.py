@@ -38,6 +38,8 @@ MAX_FLOW_JOBS = 10_000
 MAX_PLAN_BYTES = 4 << 20
 # Jobs whose states are read in one round trip.
 STATES_PER_CALL = 500
+# Queues that are asked for a flow in one round trip.
+QUEUES_PER_CALL = 500
 # How long storing a flow over several calls may take. Twice as long after it was stored, a job counts its dependencies
 # in other calls as lost (lua/batches.lua, CHECK_MS).
 STORED_WITHIN_MS = 300_000
@@ -97,9 +99,12 @@ def read_flow(link: Link, prefix: str, queue: str, flow_id: str) -> list[dict[st
 def find_flow(link: Link, prefix: str, names: Sequence[str], flow_id: str) -> str:
     """The home of a flow among these queues. UnknownFlow if it is in none of them."""
     check_batch_id(flow_id, "flow")
-    for name in names:
-        if link.call("EXISTS", f"{queue_base(prefix, name)}:flow:{flow_id}"):
-            return name
+    for first in range(0, len(names), QUEUES_PER_CALL):
+        part = names[first : first + QUEUES_PER_CALL]
+        replies = link.pipeline([("EXISTS", f"{queue_base(prefix, name)}:flow:{flow_id}") for name in part])
+        for name, known in zip(part, replies, strict=True):
+            if known:
+                return name
     raise UnknownFlow(f"no queue has a flow {flow_id!r}: it never existed, or is older than a week")
 
 
