@@ -516,3 +516,107 @@ def test_a_home_of_mode_on_request_has_callbacks(redis_url: str, client: Client)
         release = client.queue("items").dequeue()
         assert release is not None
         assert release.id == f"{batch.id}:on_end"
+
+
+def test_cancel_leaves_the_enqueue_that_is_blocked_behind_a_member(
+    client: Client, queue: OneQueue, worker: HandWorker
+) -> None:
+    with client.batch("q", **callbacks("on_end")) as batch:
+        batch.enqueue("q", 1, id="a")
+    assert worker.turn(1) == ["a"]
+    queue.producer.enqueue([new_job("not a member", id="a")])
+    assert batch.cancel() == 0
+    assert worker.turn(1, done="a") == ["a"]
+    assert worker.turn(1, done="a") == ids(batch, "on_end")
+
+
+def test_an_id_can_be_used_again_once_its_batch_is_forgotten(
+    client: Client, queue: OneQueue, worker: HandWorker
+) -> None:
+    for _ in range(2):
+        with client.batch("q", id="weekly", **callbacks("on_done")) as batch:
+            batch.enqueue("q", 1, id="a")
+        assert worker.turn(1) == ["a"]
+        assert worker.turn(1, done="a") == ["weekly:on_done"]
+        finish(worker, "weekly:on_done")
+        pass_hours(queue, 25)
+        queue.recovery().promote("q")
+        assert not queue.redis.exists(queue.key("batches"))
+        assert not list(queue.redis.scan_iter(match=queue.key("token:*")))
+
+
+def test_a_batch_is_known_until_its_callbacks_have_ended(client: Client, queue: OneQueue, worker: HandWorker) -> None:
+    """They read its results, though they waited for days."""
+    with client.batch("q", results=True, **callbacks("on_done")) as batch:
+        batch.enqueue("q", 1, id="a")
+    worker.turn(1)
+    worker.turn(0, done="a", results={"a": "7"})
+    for _ in range(3):
+        pass_hours(queue, 25)
+        assert (queue.recovery().promote("q") or 0) > 300_000
+    assert worker.turn(1) == ids(batch, "on_done")
+    assert batch.results() == [7]
+    finish(worker, *ids(batch, "on_done"))
+    pass_hours(queue, 1)
+    queue.recovery().promote("q")
+    with pytest.raises(UnknownBatch):
+        batch.results()
+
+
+def test_children_of_batches_with_similar_ids_are_not_taken_for_one_another(client: Client, queue: OneQueue) -> None:
+    added = []
+    for tenant in "ab":
+        with client.batch("q", id=f"tenant-{tenant}-import-of-the-night-of-2026-11-19") as batch:
+            batch.enqueue("q", 1)
+        parent = Batch(client.link, client.prefix, "q", batch.id, parent=1, parent_id="page-1" + "." * 122)
+        added.append(parent.enqueue("q", 1))
+        parent.flush()
+    assert set(added) <= queue.state().jobs
+    assert len(set(added)) == 2
+    assert all(len(child) <= 128 for child in added)
+
+
+def test_a_child_of_an_earlier_batch_of_the_id_does_not_stand_in_for_one(
+    client: Client, queue: OneQueue, worker: HandWorker
+) -> None:
+    queue.set_options(dedup_ttl_ms=7 * 24 * HOUR_MS)
+    for _ in range(2):
+        with client.batch("q", id="weekly") as batch:
+            batch.enqueue("q", 1, id="a")
+        assert worker.turn(1) == ["a"]
+        adding = Batch(client.link, client.prefix, "q", "weekly", parent=1, parent_id="a")
+        child = adding.enqueue("q", 1)
+        adding.flush()
+        assert worker.turn(1, done="a") == [child]
+        finish(worker, child)
+        assert batch.info()["state"] == "done"
+        pass_hours(queue, 25)
+        queue.recovery().promote("q")
+
+
+def test_a_lost_reply_does_not_cancel_a_batch_that_is_sealed(
+    client: Client, queue: OneQueue, worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = StoredBatch._run
+    lost: list[str] = []
+
+    def lose_one_reply(self: StoredBatch, verb: str, *args: Any) -> list[Any]:
+        reply = run(self, verb, *args)
+        if verb == "seal_batch" and not lost:
+            lost.append(verb)
+            raise OutcomeUnknown("connection broke")
+        return reply
+
+    monkeypatch.setattr(StoredBatch, "_run", lose_one_reply)
+    with client.batch("q", **callbacks("on_done")) as batch:
+        batch.enqueue("q", 1, id="a")
+    assert lost
+    worker.turn(1)
+    assert worker.turn(1, done="a") == ids(batch, "on_done")
+
+
+def finish(worker: HandWorker, *names: str) -> None:
+    """Ends jobs whose ids are longer than one letter."""
+    worker.number += 1
+    settled = [value for name in names for value in (name.encode(), worker.fence, 7)]
+    worker.consumer.turn(worker.number, settled, [], 0, 0)

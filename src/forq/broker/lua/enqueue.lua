@@ -420,6 +420,8 @@ function verbs.cancel()
   if not record then return { OK, 0 } end
 
   local owner = redis.call('HGET', key('active'), id)
+  -- The edge is that of the running job: not of the enqueue that is blocked behind it.
+  if owner and ARGV[4] then return { OK, 0 } end
   if owner then
     local entry = blocked.read(id)
     local withdrawn = entry and records.is_meant(meant, entry.enqueued_us)
