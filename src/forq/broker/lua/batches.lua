@@ -298,15 +298,16 @@ function verbs.report()
   return { OK, applied }
 end
 
--- attach: adds edges from a batch to targets in other queues.
+-- attach: adds edges from the gate of a flow to targets in other queues, which were stored a short time ago.
 -- KEYS[1]  the queue's base
 -- ARGV     B, then an edge ('to QUEUE EPOCH …') each
--- Returns  {OK}; {NO_BATCH}; {NO_QUEUE}
+-- Returns  {OK}; {NO_BATCH}; {LATE}; {NO_QUEUE}
 -- States   unchanged
 function verbs.attach()
   if not epoch then return { NO_QUEUE } end
   local batch, added = batches.read(ARGV[1]), {}
   if not batch then return { NO_BATCH } end
+  if batch.state == 'open' and now_ms - batch.at_ms > ATTACHED_WITHIN_MS then return { LATE } end
   for i = 2, #ARGV do added[i - 1] = ARGV[i] end
   flows.add_edges(batch.id .. ' batch', added, false)
   if ENDED[batch.state] then
@@ -361,12 +362,14 @@ end
 
 -- describe_flow: keeps the plan of a flow for a while, for its picture.
 -- KEYS[1]  the queue's base
--- ARGV     flow, ms to keep it, the plan as JSON
--- Returns  {OK}; {NO_QUEUE}; {FLOWS_OFF}
+-- ARGV     flow, ms to keep it, the plan as JSON; '' removes it
+-- Returns  {OK, the plan before ('': none)}; {NO_QUEUE}; {FLOWS_OFF}
 -- States   unchanged
 function verbs.describe_flow()
   if not epoch then return { NO_QUEUE } end
   if options.flows == FLOWS_NEVER then return { FLOWS_OFF } end
-  redis.call('SET', key_of('flow', ARGV[1]), ARGV[3], 'PX', ARGV[2])
-  return { OK }
+  local name = key_of('flow', ARGV[1])
+  local before = redis.call('GET', name) or ''
+  if ARGV[3] == '' then redis.call('DEL', name) else redis.call('SET', name, ARGV[3], 'PX', ARGV[2]) end
+  return { OK, before }
 end
