@@ -615,6 +615,31 @@ def test_a_lost_reply_does_not_cancel_a_batch_that_is_sealed(
     assert worker.turn(1, done="a") == ids(batch, "on_done")
 
 
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_member_may_wait_for_another_batch(
+    client: Client, queue: OneQueue, other: OneQueue, worker: HandWorker, dies: bool
+) -> None:
+    with client.batch("other", **callbacks("on_end")) as outer:
+        with client.batch("q") as inner:
+            inner.enqueue("other", 1, id="a")
+            inner.enqueue("q", 1, id="b")
+        outer.enqueue("q", 1, id="x", after=inner)
+    assert worker.turn(5) == ["b"]
+    worker.turn(0, done="b")
+    runner = other.worker()
+    assert runner.turn(5) == ["a"]
+    runner.turn(0, done="" if dies else "a", failed="a" if dies else "")
+    deliver(other)
+    if not dies:
+        assert outer.info()["open"] == 1
+        assert worker.turn(5) == ["x"]
+        worker.turn(0, done="x")
+    deliver(queue)
+    info = outer.info()
+    assert (info["state"], info["done"], info["dead"]) == (("failed", 0, 1) if dies else ("done", 1, 0))
+    assert runner.turn(5) == ids(outer, "on_end")
+
+
 def finish(worker: HandWorker, *names: str) -> None:
     """Ends jobs whose ids are longer than one letter."""
     worker.number += 1
