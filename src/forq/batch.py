@@ -173,11 +173,8 @@ class Batch:
         """Cancels the members that have not begun, and returns how many. Running ones continue; then the batch has
         failed: `on_end` runs, `on_done` never."""
         self._unsent = []
-        cancelled, more = self.cancel_part()
-        while more:
-            part, more = self.cancel_part()
-            cancelled += part
-        return cancelled
+        # At once: a part would look again at those whose ends are not reported yet.
+        return self._stored().cancel()[0]
 
     def cancel_part(self) -> tuple[int, bool]:
         """The same for a limited number of members; also returns whether there may be more."""

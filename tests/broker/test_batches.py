@@ -7,6 +7,7 @@ import pytest
 
 from forq.batch import Batch
 from forq.broker.batches import StoredBatch
+from forq.broker.enqueue import Producer
 from forq.broker.reports import Reports
 from forq.broker.scripts import script
 from forq.client import Client, new_job
@@ -528,6 +529,26 @@ def test_cancel_leaves_the_enqueue_that_is_blocked_behind_a_member(
     assert batch.cancel() == 0
     assert worker.turn(1, done="a") == ["a"]
     assert worker.turn(1, done="a") == ids(batch, "on_end")
+
+
+def test_cancel_looks_at_each_member_once(
+    client: Client, queue: OneQueue, other: OneQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at those whose ends are not reported yet."""
+    monkeypatch.setattr("forq.batch.CANCELLED_PER_CALL", 1)
+    with client.batch("q") as batch:
+        for number in range(5):
+            batch.enqueue("other", 1, id=f"m{number}")
+    asked: list[str] = []
+    cancel = Producer.cancel
+
+    def ask(self: Producer, job_id: str, **about: Any) -> bool:
+        asked.append(job_id)
+        return cancel(self, job_id, **about)
+
+    monkeypatch.setattr(Producer, "cancel", ask)
+    assert batch.cancel() == 5
+    assert asked == [f"m{number}" for number in range(5)]
 
 
 def test_an_id_can_be_used_again_once_its_batch_is_forgotten(

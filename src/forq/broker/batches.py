@@ -144,8 +144,8 @@ class StoredBatch:
                     queue, job_id, *_ = value.decode().split(" ")
                     yield number, queue, job_id
 
-    def cancel(self, most: int) -> tuple[int, bool]:
-        """Cancels up to `most` members that have not begun; returns how many, and whether there may be more.
+    def cancel(self, most: int | None = None) -> tuple[int, bool]:
+        """Cancels the members that have not begun, up to `most`; returns how many, and whether there may be more.
 
         Running ones end, and count as they end."""
         self.seal(cancel=True)
