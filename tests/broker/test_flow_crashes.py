@@ -1,7 +1,8 @@
 """Flows and batches whose producer dies at any of its calls, or loses the reply to one."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -27,13 +28,17 @@ class Killed(BaseException):
 
 
 class Breaker:
-    """Breaks call number `at` of a link, counted from 1. A killed producer makes no further call."""
+    """Breaks call number `at` of a link, counted from 1. A killed producer makes no further call. `meanwhile`: what
+    others do before the producer notices."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, how: str, at: int) -> None:
-        self.calls, self.at, self.how, self.run = 0, at, how, Link.run
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, how: str, at: int, meanwhile: Callable[[], None]) -> None:
+        self.calls, self.at, self.how, self.run, self.meanwhile = 0, at, how, Link.run, meanwhile
+        self.is_broken = False
         monkeypatch.setattr(Link, "run", lambda link, script, base, *args: self(link, script, base, *args))
 
     def __call__(self, link: Link, script: Script, base: str, *args: Any) -> list[Any]:
+        if self.is_broken:
+            return self.run(link, script, base, *args)
         self.calls += 1
         error = Killed if self.how.startswith("killed") else OutcomeUnknown
         if self.calls > self.at and error is Killed:
@@ -42,6 +47,9 @@ class Breaker:
             return self.run(link, script, base, *args)
         if self.how in ("reply lost", "killed after"):
             self.run(link, script, base, *args)
+            self.is_broken = True
+            self.meanwhile()
+            self.is_broken = False
         raise error("the connection broke")
 
 
@@ -51,16 +59,20 @@ def queues(queue: OneQueue, redis_url: str) -> Iterator[list[OneQueue]]:
         yield [queue, other]
 
 
+def run_ready(queues: list[OneQueue], run: list[str]) -> None:
+    for queue in queues:
+        worker = queue.worker(f"w{next(_numbers)}")
+        while claimed := worker.turn(1):
+            run += claimed
+            worker.number += 1
+            worker.consumer.turn(worker.number, [claimed[0].encode(), worker.fence, 7], [], 0, 0, [1, b"1"])
+    deliver(*queues)
+
+
 def run_all(queues: list[OneQueue], run: list[str]) -> None:
     """Runs everything that can run, while two hours pass, and then a day."""
     for hours in (*[0.35] * 6, 25, 0):
-        for queue in queues:
-            worker = queue.worker(f"w{next(_numbers)}")
-            while claimed := worker.turn(1):
-                run += claimed
-                worker.number += 1
-                worker.consumer.turn(worker.number, [claimed[0].encode(), worker.fence, 7], [], 0, 0, [1, b"1"])
-        deliver(*queues)
+        run_ready(queues, run)
         for queue in queues:
             pass_hours(queue, hours)
             queue.recovery().promote(queue.name)
@@ -82,7 +94,7 @@ def test_a_flow_runs_completely_or_not_at_all(queues: list[OneQueue], how: str) 
         ]  # fmt: skip
         run: list[str] = []
         with pytest.MonkeyPatch.context() as patched:
-            breaker = Breaker(patched, how, at)
+            breaker = Breaker(patched, how, at, partial(run_ready, queues, run))
             with suppress(OutcomeUnknown, Killed):
                 store_flow(queues[0].link, PREFIX, f"f{at}", jobs)
             assert breaker.calls
@@ -99,7 +111,7 @@ def test_each_callback_ends_once_whenever_the_producer_dies(queues: list[OneQueu
     for at in count(1):
         client, run = Client(redis_url), list[str]()
         with pytest.MonkeyPatch.context() as patched:
-            breaker = Breaker(patched, how, at)
+            breaker = Breaker(patched, how, at, partial(run_ready, queues, run))
             with (
                 suppress(OutcomeUnknown, Killed),
                 client.batch("q", id=f"B{at}", **callbacks("on_done", "on_end")) as batch,
