@@ -112,6 +112,27 @@ def test_no_batch_and_no_flow_begins_where_flows_are_off(queue: OneQueue, client
     assert not queue.redis.exists(queue.key("batches"))
 
 
+def test_a_queue_where_flows_are_off_has_no_members(queue: OneQueue, other: OneQueue, client: Client) -> None:
+    other.set_options(flows=0)
+    batch = client.batch("q", **callbacks("on_end"))
+    with pytest.raises(FlowsOff, match="forqctl set other flows=auto"), batch:
+        batch.enqueue("other", 1, id="x")
+    assert other.state().jobs == set()
+    assert "flows_used" not in other.hash("options")
+    assert batch.info()["state"] == "cancelled"
+
+
+def test_a_flow_over_a_queue_where_flows_are_off_is_not_stored(queue: OneQueue, other: OneQueue) -> None:
+    other.set_options(flows=0)
+    for first, second in (("q", "other"), ("other", "q")):
+        with pytest.raises(FlowsOff):
+            store_flow(queue.link, PREFIX, "f", [flow_job("a", first), flow_job("b", second, 0)])
+        deliver(queue, other)
+        for each in (queue, other):
+            assert each.state().jobs == set()
+            assert not any(each.redis.exists(each.key(name)) for name in ("held", "edges", "sources", "flow:f"))
+
+
 def test_an_unknown_batch_gets_no_members_edges_or_end(queue: OneQueue, client: Client) -> None:
     unknown = Batch(client.link, PREFIX, "q", "no-such")
     with pytest.raises(UnknownBatch):
