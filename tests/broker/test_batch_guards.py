@@ -638,6 +638,18 @@ def test_a_job_with_several_edges_is_not_lost(queue: OneQueue, other: OneQueue) 
     assert all(ms_until_check(queue, f"jz{n}") > TEN_MINUTES_MS / 2 for n in range(3))
 
 
+def test_a_dependant_of_a_job_with_many_edges_is_not_lost(queue: OneQueue, other: OneQueue) -> None:
+    jobs = [flow_job("x", "other"), *(flow_job(f"z{n}", "q", 0) for n in range(501))]
+    store_flow(queue.link, PREFIX, "f", jobs)
+    found = queue.link.run(script("verify"), other.base, "q", "x", edges_of(other)[-1], "x", "none")
+    assert found == [OK, 1, 0]
+
+
+def edges_of(queue: OneQueue) -> list[str]:
+    """Of one group, in their order."""
+    return [edge for _, edge in sorted(queue.hash("edges").items(), key=lambda pair: int(pair[0].split(" ")[1]))]
+
+
 def test_an_abandoned_batch_is_forgotten_with_its_open_members(queue: OneQueue, client: Client) -> None:
     batch = client.batch("q", id="B")
     batch.enqueue("q", 1, id="a")

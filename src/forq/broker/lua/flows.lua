@@ -49,7 +49,10 @@ function flows.remember(ids, how)
   local pairs_to_set = {}
   for i, id in ipairs(ids) do pairs_to_set[2 * i - 1], pairs_to_set[2 * i] = id, how end
   redis.call('HSET', key('ends'), unpack(pairs_to_set))
-  if redis.call('HLEN', key('ends')) >= MAX_ENDS then redis.call('RENAME', key('ends'), key('ends:old')) end
+  if redis.call('HLEN', key('ends')) < MAX_ENDS then return end
+  -- RENAME would free the old ones while the server waits.
+  redis.call('UNLINK', key('ends:old'))
+  redis.call('RENAME', key('ends'), key('ends:old'))
 end
 
 -- How a job that is neither live nor held ended; nil: unknown.
@@ -319,8 +322,14 @@ end
 function flows.has_edge(source, edge)
   local groups = redis.call('HGET', key('sources'), source) or ''
   for group, count in string.gmatch(groups, '(%d+):(%d+):') do
-    for index = 1, tonumber(count) do
-      if redis.call('HGET', key('edges'), group .. ' ' .. index) == edge then return true end
+    for first = 1, tonumber(count), EDGES_PER_CALL do
+      local fields = {}
+      for index = first, math.min(first + EDGES_PER_CALL - 1, tonumber(count)) do
+        fields[#fields + 1] = group .. ' ' .. index
+      end
+      for _, found in ipairs(redis.call('HMGET', key('edges'), unpack(fields))) do
+        if found == edge then return true end
+      end
     end
   end
   return false
