@@ -198,8 +198,8 @@ def test_an_idle_worker_is_woken_for_a_callback(queue: OneQueue, other: OneQueue
 
 def test_a_batch_has_ended_when_it_was_sealed(queue: OneQueue, client: Client) -> None:
     with client.batch("q", id="B"):
-        entry = queue.hash("batches")["B"].rpartition(" ")[0]
-        queue.redis.hset(queue.key("batches"), "B", f"{entry} 1000")
+        *fields, _, nonce = queue.hash("batches")["B"].split(" ")
+        queue.redis.hset(queue.key("batches"), "B", " ".join([*fields, "1000", nonce]))
     ended_at = client.find_batch("q", "B").info()["ended_at"]
     assert ended_at is not None
     assert ended_at > 1
