@@ -28,6 +28,8 @@
 -- the list of them.
 
 local MAX_ENDS = 50000
+-- An entry of `sources` ends with a group; it is shorter than this.
+local LONGEST_GROUP = 40
 -- Moving a job to dead costs about as much as this many edges.
 local EDGES_PER_BURIAL = 10
 local MISSING_RESULT = '!its result was not kept'
@@ -292,13 +294,23 @@ end
 
 -- Edges and ends.
 
--- Adds edges of a source. `used`: whether one of them wants the result.
+-- Adds edges of a source. `used`: whether one of them wants the result. They join its last group, since the entry is
+-- written as a whole: a job may have 100,000 dependants, stored one by one.
 function flows.add_edges(source, added, used)
-  local group = redis.call('HINCRBY', key('counts'), 'edge_groups', 1)
+  local groups, before = redis.call('HGET', key('sources'), source) or '', 0
+  local group, count, was_used = string.match(string.sub(groups, -LONGEST_GROUP), '(%d+):(%d+):(%d)$')
+  if group and count + #added <= EDGES_PER_CALL then
+    groups = string.sub(groups, 1, -#(group .. count .. was_used) - 3)
+    before, used = tonumber(count), used or was_used == '1'
+  else
+    group = redis.call('HINCRBY', key('counts'), 'edge_groups', 1)
+    if groups ~= '' then groups = groups .. ',' end
+  end
   local fields = {}
-  for i, edge in ipairs(added) do fields[2 * i - 1], fields[2 * i] = group .. ' ' .. i, edge end
+  for i, edge in ipairs(added) do fields[2 * i - 1], fields[2 * i] = group .. ' ' .. before + i, edge end
   redis.call('HSET', key('edges'), unpack(fields))
-  flows.append_groups(source, string.format('%d:%d:%d', group, #added, used and 1 or 0))
+  local joined = string.format('%s:%d:%d', group, before + #added, used and 1 or 0)
+  redis.call('HSET', key('sources'), source, groups .. joined)
 end
 
 -- Whether one of these edges carries the result.
