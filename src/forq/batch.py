@@ -34,6 +34,8 @@ CALLBACKS_KNOWN_MS = 30 * 24 * 3_600_000
 # Name of a callback -> what it waits for.
 _WHEN = {"on_done": "done", "on_end": "ended", "on_dead": "dead"}
 CANCELLED_PER_CALL = 1000
+# Length of the ids of jobs that running members add, without the two numbers at the end.
+MOST_OF_CHILD_ID = 104
 
 
 @dataclass(slots=True)
@@ -99,8 +101,8 @@ class Batch:
         if self._parent is not None:
             # The next attempt of the running member adds the same jobs, and none of them twice.
             number = self._children.added = self._children.added + 1
-            name = f"{self._parent_id[:80]}.{self.id[-24:]}.{self._parent}.{number}"
-            job = job._replace(id=name, token=name)
+            parent_id = self._parent_id[: MOST_OF_CHILD_ID - len(self.id)]
+            job = job._replace(id=f"{parent_id}.{self.id}.{self._parent}.{number}")
         self._unsent.append((queue, job, number))
         if len(self._unsent) >= MEMBERS_PER_CALL:
             self.flush()
@@ -129,7 +131,9 @@ class Batch:
         for (queue, job, _), number in zip(members, numbers, strict=True):
             if number:
                 edge = stored.edge(number, queue, keeps_results=self._keeps_results)
-                by_queue.setdefault(queue, []).append(job._replace(edges=(edge, *job.edges)))
+                # The next attempt of a running member repeats the call; a later batch of this id must not.
+                token = None if self._parent is None else stored.token(number)
+                by_queue.setdefault(queue, []).append(job._replace(edges=(edge, *job.edges), token=token or job.token))
         for queue, jobs in by_queue.items():
             self._store(queue, jobs, policies[queue])
 
@@ -169,11 +173,8 @@ class Batch:
         """Cancels the members that have not begun, and returns how many. Running ones continue; then the batch has
         failed: `on_end` runs, `on_done` never."""
         self._unsent = []
-        cancelled, more = self.cancel_part()
-        while more:
-            part, more = self.cancel_part()
-            cancelled += part
-        return cancelled
+        # At once: a part would look again at those whose ends are not reported yet.
+        return self._stored().cancel()[0]
 
     def cancel_part(self) -> tuple[int, bool]:
         """The same for a limited number of members; also returns whether there may be more."""

@@ -229,8 +229,7 @@ class Job:
         """
         if self._inputs is None:
             raise UsageError(
-                f"job {self.id!r} has no results of other jobs: enqueue it with after=… and with_results=True; a dead "
-                "job that is retried has lost them"
+                f"job {self.id!r} has no results of other jobs: enqueue it with after=… and with_results=True"
             )
         return [_read_input(self.id, number, packed) for number, packed in enumerate(self._inputs.packed, 1)]
 

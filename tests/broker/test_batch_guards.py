@@ -1,5 +1,6 @@
 """Batches: calls for what does not exist, limits of one call, wakes, the journal, and what is left of ended batches."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -111,6 +112,27 @@ def test_no_batch_and_no_flow_begins_where_flows_are_off(queue: OneQueue, client
     assert not queue.redis.exists(queue.key("batches"))
 
 
+def test_a_queue_where_flows_are_off_has_no_members(queue: OneQueue, other: OneQueue, client: Client) -> None:
+    other.set_options(flows=0)
+    batch = client.batch("q", **callbacks("on_end"))
+    with pytest.raises(FlowsOff, match="forqctl set other flows=auto"), batch:
+        batch.enqueue("other", 1, id="x")
+    assert other.state().jobs == set()
+    assert "flows_used" not in other.hash("options")
+    assert batch.info()["state"] == "cancelled"
+
+
+def test_a_flow_over_a_queue_where_flows_are_off_is_not_stored(queue: OneQueue, other: OneQueue) -> None:
+    other.set_options(flows=0)
+    for first, second in (("q", "other"), ("other", "q")):
+        with pytest.raises(FlowsOff):
+            store_flow(queue.link, PREFIX, "f", [flow_job("a", first), flow_job("b", second, 0)])
+        deliver(queue, other)
+        for each in (queue, other):
+            assert each.state().jobs == set()
+            assert not any(each.redis.exists(each.key(name)) for name in ("held", "edges", "sources", "flow:f"))
+
+
 def test_an_unknown_batch_gets_no_members_edges_or_end(queue: OneQueue, client: Client) -> None:
     unknown = Batch(client.link, PREFIX, "q", "no-such")
     with pytest.raises(UnknownBatch):
@@ -176,8 +198,8 @@ def test_an_idle_worker_is_woken_for_a_callback(queue: OneQueue, other: OneQueue
 
 def test_a_batch_has_ended_when_it_was_sealed(queue: OneQueue, client: Client) -> None:
     with client.batch("q", id="B"):
-        entry = queue.hash("batches")["B"].rpartition(" ")[0]
-        queue.redis.hset(queue.key("batches"), "B", f"{entry} 1000")
+        *fields, _, nonce = queue.hash("batches")["B"].split(" ")
+        queue.redis.hset(queue.key("batches"), "B", " ".join([*fields, "1000", nonce]))
     ended_at = client.find_batch("q", "B").info()["ended_at"]
     assert ended_at is not None
     assert ended_at > 1
@@ -616,6 +638,18 @@ def test_a_job_with_several_edges_is_not_lost(queue: OneQueue, other: OneQueue) 
     assert all(ms_until_check(queue, f"jz{n}") > TEN_MINUTES_MS / 2 for n in range(3))
 
 
+def test_a_dependant_of_a_job_with_many_edges_is_not_lost(queue: OneQueue, other: OneQueue) -> None:
+    jobs = [flow_job("x", "other"), *(flow_job(f"z{n}", "q", 0) for n in range(501))]
+    store_flow(queue.link, PREFIX, "f", jobs)
+    found = queue.link.run(script("verify"), other.base, "q", "x", edges_of(other)[-1], "x", "none")
+    assert found == [OK, 1, 0]
+
+
+def edges_of(queue: OneQueue) -> list[str]:
+    """Of one group, in their order."""
+    return [edge for _, edge in sorted(queue.hash("edges").items(), key=lambda pair: int(pair[0].split(" ")[1]))]
+
+
 def test_an_abandoned_batch_is_forgotten_with_its_open_members(queue: OneQueue, client: Client) -> None:
     batch = client.batch("q", id="B")
     batch.enqueue("q", 1, id="a")
@@ -729,9 +763,8 @@ def test_a_death_names_the_gate_of_a_flow(queue: OneQueue, other: OneQueue, monk
     pass_hours(queue, 1.1)
     promote(queue)
     deliver(queue)
-    assert other.inspector.job("x")["error"]["message"] == (
-        "batch f of queue q, for which it waited, ended as abandoned"
-    )
+    message = other.inspector.job("x")["error"]["message"]
+    assert re.fullmatch("batch f[.][0-9a-f]{32} of queue q, for which it waited, ended as abandoned", message)
 
 
 def test_the_plan_of_a_flow_is_kept_for_a_limited_time(queue: OneQueue) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from forq.batch import Batch
 from forq.broker.batches import StoredBatch
+from forq.broker.enqueue import Producer
 from forq.broker.reports import Reports
 from forq.broker.scripts import script
 from forq.client import Client, new_job
@@ -516,3 +517,152 @@ def test_a_home_of_mode_on_request_has_callbacks(redis_url: str, client: Client)
         release = client.queue("items").dequeue()
         assert release is not None
         assert release.id == f"{batch.id}:on_end"
+
+
+def test_cancel_leaves_the_enqueue_that_is_blocked_behind_a_member(
+    client: Client, queue: OneQueue, worker: HandWorker
+) -> None:
+    with client.batch("q", **callbacks("on_end")) as batch:
+        batch.enqueue("q", 1, id="a")
+    assert worker.turn(1) == ["a"]
+    queue.producer.enqueue([new_job("not a member", id="a")])
+    assert batch.cancel() == 0
+    assert worker.turn(1, done="a") == ["a"]
+    assert worker.turn(1, done="a") == ids(batch, "on_end")
+
+
+def test_cancel_looks_at_each_member_once(
+    client: Client, queue: OneQueue, other: OneQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also at those whose ends are not reported yet."""
+    monkeypatch.setattr("forq.batch.CANCELLED_PER_CALL", 1)
+    with client.batch("q") as batch:
+        for number in range(5):
+            batch.enqueue("other", 1, id=f"m{number}")
+    asked: list[str] = []
+    cancel = Producer.cancel
+
+    def ask(self: Producer, job_id: str, **about: Any) -> bool:
+        asked.append(job_id)
+        return cancel(self, job_id, **about)
+
+    monkeypatch.setattr(Producer, "cancel", ask)
+    assert batch.cancel() == 5
+    assert asked == [f"m{number}" for number in range(5)]
+
+
+def test_an_id_can_be_used_again_once_its_batch_is_forgotten(
+    client: Client, queue: OneQueue, worker: HandWorker
+) -> None:
+    for _ in range(2):
+        with client.batch("q", id="weekly", **callbacks("on_done")) as batch:
+            batch.enqueue("q", 1, id="a")
+        assert worker.turn(1) == ["a"]
+        assert worker.turn(1, done="a") == ["weekly:on_done"]
+        finish(worker, "weekly:on_done")
+        pass_hours(queue, 25)
+        queue.recovery().promote("q")
+        assert not queue.redis.exists(queue.key("batches"))
+        assert not list(queue.redis.scan_iter(match=queue.key("token:*")))
+
+
+def test_a_batch_is_known_until_its_callbacks_have_ended(client: Client, queue: OneQueue, worker: HandWorker) -> None:
+    """They read its results, though they waited for days."""
+    with client.batch("q", results=True, **callbacks("on_done")) as batch:
+        batch.enqueue("q", 1, id="a")
+    worker.turn(1)
+    worker.turn(0, done="a", results={"a": "7"})
+    for _ in range(3):
+        pass_hours(queue, 25)
+        assert (queue.recovery().promote("q") or 0) > 300_000
+    assert worker.turn(1) == ids(batch, "on_done")
+    assert batch.results() == [7]
+    finish(worker, *ids(batch, "on_done"))
+    pass_hours(queue, 1)
+    queue.recovery().promote("q")
+    with pytest.raises(UnknownBatch):
+        batch.results()
+
+
+def test_children_of_batches_with_similar_ids_are_not_taken_for_one_another(client: Client, queue: OneQueue) -> None:
+    added = []
+    for tenant in "ab":
+        with client.batch("q", id=f"tenant-{tenant}-import-of-the-night-of-2026-11-19") as batch:
+            batch.enqueue("q", 1)
+        parent = Batch(client.link, client.prefix, "q", batch.id, parent=1, parent_id="page-1" + "." * 122)
+        added.append(parent.enqueue("q", 1))
+        parent.flush()
+    assert set(added) <= queue.state().jobs
+    assert len(set(added)) == 2
+    assert all(len(child) <= 128 for child in added)
+
+
+def test_a_child_of_an_earlier_batch_of_the_id_does_not_stand_in_for_one(
+    client: Client, queue: OneQueue, worker: HandWorker
+) -> None:
+    queue.set_options(dedup_ttl_ms=7 * 24 * HOUR_MS)
+    for _ in range(2):
+        with client.batch("q", id="weekly") as batch:
+            batch.enqueue("q", 1, id="a")
+        assert worker.turn(1) == ["a"]
+        adding = Batch(client.link, client.prefix, "q", "weekly", parent=1, parent_id="a")
+        child = adding.enqueue("q", 1)
+        adding.flush()
+        assert worker.turn(1, done="a") == [child]
+        finish(worker, child)
+        assert batch.info()["state"] == "done"
+        pass_hours(queue, 25)
+        queue.recovery().promote("q")
+
+
+def test_a_lost_reply_does_not_cancel_a_batch_that_is_sealed(
+    client: Client, queue: OneQueue, worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = StoredBatch._run
+    lost: list[str] = []
+
+    def lose_one_reply(self: StoredBatch, verb: str, *args: Any) -> list[Any]:
+        reply = run(self, verb, *args)
+        if verb == "seal_batch" and not lost:
+            lost.append(verb)
+            raise OutcomeUnknown("connection broke")
+        return reply
+
+    monkeypatch.setattr(StoredBatch, "_run", lose_one_reply)
+    with client.batch("q", **callbacks("on_done")) as batch:
+        batch.enqueue("q", 1, id="a")
+    assert lost
+    worker.turn(1)
+    assert worker.turn(1, done="a") == ids(batch, "on_done")
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_a_member_may_wait_for_another_batch(
+    client: Client, queue: OneQueue, other: OneQueue, worker: HandWorker, dies: bool
+) -> None:
+    with client.batch("other", **callbacks("on_end")) as outer:
+        with client.batch("q") as inner:
+            inner.enqueue("other", 1, id="a")
+            inner.enqueue("q", 1, id="b")
+        outer.enqueue("q", 1, id="x", after=inner)
+    assert worker.turn(5) == ["b"]
+    worker.turn(0, done="b")
+    runner = other.worker()
+    assert runner.turn(5) == ["a"]
+    runner.turn(0, done="" if dies else "a", failed="a" if dies else "")
+    deliver(other)
+    if not dies:
+        assert outer.info()["open"] == 1
+        assert worker.turn(5) == ["x"]
+        worker.turn(0, done="x")
+    deliver(queue)
+    info = outer.info()
+    assert (info["state"], info["done"], info["dead"]) == (("failed", 0, 1) if dies else ("done", 1, 0))
+    assert runner.turn(5) == ids(outer, "on_end")
+
+
+def finish(worker: HandWorker, *names: str) -> None:
+    """Ends jobs whose ids are longer than one letter."""
+    worker.number += 1
+    settled = [value for name in names for value in (name.encode(), worker.fence, 7)]
+    worker.consumer.turn(worker.number, settled, [], 0, 0)

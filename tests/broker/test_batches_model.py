@@ -20,7 +20,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from forq.batch import Batch, Children
+from forq.batch import MOST_OF_CHILD_ID, Batch, Children
 from forq.broker.claim import Settled
 from forq.broker.reports import Reports
 from forq.broker.scripts import OK, script
@@ -64,6 +64,9 @@ class ModelBatch:
     callbacks: dict[str, str] = field(default_factory=lambda: dict.fromkeys(("on_done", "on_end", "on_dead"), "held"))
     minutes: int = 0
     is_forgotten: bool = False
+
+    def has_jobs(self) -> bool:
+        return any(member.state in ("waiting", "running") for member in self.members)
 
     def open_members(self) -> list[Member]:
         return [member for member in self.members if not member.counted]
@@ -139,7 +142,7 @@ class BatchMachine(RuleBasedStateMachine):
         use=st.booleans(), queues=st.lists(QUEUES, min_size=1, max_size=3), seals=st.booleans(), claims=st.booleans()
     )
     def begin_with_a_batch(self, use: bool, queues: list[str], seals: bool, claims: bool) -> None:
-        self.open(use)
+        self.open(use, False)
         for queue in queues:
             self.add(0, queue, False)
         if seals:
@@ -158,9 +161,15 @@ class BatchMachine(RuleBasedStateMachine):
         return self.client.find_batch(HOME, batch.id)
 
     @precondition(lambda self: sum(batch.state not in ENDED for batch in self.batches) < MOST_BATCHES)
-    @rule(use=st.booleans())
-    def open(self, use: bool) -> None:
-        batch = ModelBatch(f"B{next(self.numbers)}", use)
+    @rule(use=st.booleans(), reuse=st.booleans())
+    def open(self, use: bool, reuse: bool) -> None:
+        """`reuse`: with the id of a batch that is forgotten, if no member of it is left."""
+        names = [f"B{next(self.numbers)}"]
+        if reuse:
+            left = {batch.id for batch in self.batches if not batch.is_forgotten or batch.has_jobs()}
+            names = [batch.id for batch in self.batches if batch.id not in left] or names
+        batch = ModelBatch(names[-1], use)
+        self.ended_callbacks -= {f"{batch.id}:{name}" for name in batch.callbacks}
         self.batches.append(batch)
         self._open(batch)
 
@@ -233,7 +242,7 @@ class BatchMachine(RuleBasedStateMachine):
                 real.flush()
             return
         running.children += 1
-        child_id = f"{parent.id[:80]}.{batch.id[-24:]}.{parent.number}.{at + 1}"
+        child_id = f"{parent.id[: MOST_OF_CHILD_ID - len(batch.id)]}.{batch.id}.{parent.number}.{at + 1}"
         if known is None:
             known = Member(len(batch.members) + 1, queue, child_id)
             batch.members.append(known)
@@ -283,7 +292,8 @@ class BatchMachine(RuleBasedStateMachine):
         return bool(claimed)
 
     def _find(self, worker: HandWorker, queue: str, job_id: str) -> Running:
-        for batch in self.batches:
+        # An earlier batch may have had the id.
+        for batch in reversed(self.batches):
             for name in batch.callbacks:
                 if job_id == f"{batch.id}:{name}":
                     return Running(worker, worker.fence, queue, batch, None, name)
@@ -393,10 +403,14 @@ class BatchMachine(RuleBasedStateMachine):
             if batch.state == "open" and batch.minutes >= HOUR_MINUTES:
                 batch.finish("abandoned")
             elif batch.state in ENDED and batch.minutes >= DAY_MINUTES:
-                batch.is_forgotten = True
+                # A callback may read the results.
+                batch.is_forgotten = set(batch.callbacks.values()) == {"over"}
             elif batch.state in ("sealed", "cancelled"):
+                # The next attempt of a parent stores its child.
+                kept = [child for parent in batch.open_members() for child in parent.children]
                 for member in batch.open_members():
-                    if member.state == "reserved" and (member.queue == HOME or not self.reports):
+                    on_its_way = member.queue == OTHER and self.reports
+                    if member.state == "reserved" and not on_its_way and member not in kept:
                         batch.count(member, "lost")
 
     @invariant()
@@ -453,10 +467,12 @@ class BatchMachine(RuleBasedStateMachine):
             batch.seal(cancel=False)
             self.real(batch).seal()
         self.deliver()
-        self.pass_time(SHORT_MINUTES)
-        while self.running or self._claim(HOME) or self._claim(OTHER):
-            self.settle(0, False)
-            self.deliver()
+        # Children that nobody has stored are lost once their parents have ended.
+        for _ in range(2):
+            self.pass_time(SHORT_MINUTES)
+            while self.running or self._claim(HOME) or self._claim(OTHER):
+                self.settle(0, False)
+                self.deliver()
         self.counts_are_those_of_the_model()
         assert all(batch.state in ENDED for batch in self.batches)
         self.pass_time(LONG_MINUTES)

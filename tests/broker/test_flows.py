@@ -1,15 +1,17 @@
 """Flows: jobs that wait for one another, stored together, in one queue or several."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from forq.broker import flows
+from forq.broker.batches import StoredBatch
 from forq.broker.dependencies import AS_ARGUMENT, AS_LIST
 from forq.broker.explain import why
 from forq.broker.flows import FlowJob, find_flow, read_flow, store_flow
 from forq.client import Client, new_job
-from forq.errors import Exists, OutcomeUnknown, UnknownFlow, UsageError
+from forq.errors import BackPressure, Exists, OutcomeUnknown, TooLate, UnknownFlow, UsageError
 from tests.broker.test_batches import deliver, pass_hours
 from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
 
@@ -199,10 +201,12 @@ def test_a_job_names_dependencies_in_other_queues(queue: OneQueue, other: OneQue
         {"kind": "job", "id": "x", "state": None, "queue": "other"},
     ]
     # Its gate was opened, which the other queue has not been told yet.
-    assert other.inspector.job("x")["waits_for"] == [{"kind": "batch", "id": "f", "state": None, "queue": "q"}]
+    (gate,) = other.inspector.job("x")["waits_for"]
+    assert gate == {"kind": "batch", "id": gate["id"], "state": None, "queue": "q"}
+    assert gate["id"].startswith("f.")
     reason = why(queue.link, PREFIX, "q", "b")[1]
     assert reason.startswith("it waits for jobs a and x of queue other to be done: a is waiting")
-    assert "batch f of queue q" in why(queue.link, PREFIX, "other", "x")[1]
+    assert why(queue.link, PREFIX, "other", "x")[1] == f"it waits for batch {gate['id']} of queue q to be done"
     assert "member_of" not in queue.inspector.job("a")
 
 
@@ -228,8 +232,8 @@ def test_why_names_dependencies_in_other_queues(queue: OneQueue, other: OneQueue
     assert why(queue.link, PREFIX, "q", "b") == ("held", "it waits for job a of queue other to be done")
     waits_for = queue.inspector.job("b")["waits_for"]
     assert waits_for == [{"kind": "job", "id": "a", "state": None, "queue": "other"}]
-    gate = queue.inspector.job("c")["waits_for"]
-    assert gate == [{"kind": "batch", "id": "f", "state": None, "queue": "other"}]
+    (gate,) = queue.inspector.job("c")["waits_for"]
+    assert gate == {"kind": "batch", "id": gate["id"], "state": None, "queue": "other"}
 
 
 def test_a_member_shows_its_batch_and_a_callback_too(queue: OneQueue, other: OneQueue) -> None:
@@ -242,3 +246,103 @@ def test_a_member_shows_its_batch_and_a_callback_too(queue: OneQueue, other: One
     assert queue.inspector.job("B:on_done")["batch"] == "B"
     assert why(queue.link, PREFIX, "q", "B:on_done")[1].startswith("it waits for batch B to be done")
     client.close()
+
+
+def test_what_an_earlier_producer_has_left_does_not_start_with_the_next_flow_of_the_id(
+    queue: OneQueue, other: OneQueue, worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as dying:
+        dying.setattr(StoredBatch, "seal", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            store(queue, job("a"), job("x", queue="other"), job("b", 0, 1))
+    store(queue, job("a2"), job("x2", queue="other"), job("b2", 0, 1))
+    store(queue, job("a3"), job("x3", queue="other"), job("b3", 0, 1))
+    deliver(queue, other)
+    assert worker.turn(5) == ["a2", "a3"]
+    assert other.worker().turn(5) == ["x2", "x3"]
+
+
+def test_a_refused_flow_is_not_found_by_its_id(queue: OneQueue, other: OneQueue) -> None:
+    other.enqueue("taken")
+    queue.enqueue("taken")
+    for place in ("q", "other"):
+        with pytest.raises(Exists):
+            store(queue, job("a"), job("taken", 0, queue=place))
+        with pytest.raises(UnknownFlow):
+            states(queue)
+    store(queue, job("b"), job("c", 0))
+    with pytest.raises(Exists):
+        store(queue, job("d"), job("c", 0))
+    assert states(queue) == {"b": "waiting", "c": "held"}
+
+
+def test_a_flow_that_may_have_been_stored_is_found_by_its_id(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = flows._store_at_once
+
+    def lose_the_reply(*args: Any) -> None:
+        run(*args)
+        raise OutcomeUnknown("connection broke")
+
+    monkeypatch.setattr(flows, "_store_at_once", lose_the_reply)
+    with pytest.raises(OutcomeUnknown):
+        store(queue, job("a"), job("b", 0))
+    assert states(queue) == {"a": "waiting", "b": "held"}
+
+
+def test_a_flow_that_may_have_begun_is_not_withdrawn(
+    queue: OneQueue, other: OneQueue, worker: HandWorker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise its first jobs would run, and those behind them would not."""
+    run = StoredBatch._run
+
+    def lose_the_reply(self: StoredBatch, verb: str, *args: Any) -> list[Any]:
+        reply = run(self, verb, *args)
+        if verb == "seal_batch":
+            raise OutcomeUnknown("connection broke")
+        return reply
+
+    monkeypatch.setattr(StoredBatch, "_run", lose_the_reply)
+    with pytest.raises(OutcomeUnknown):
+        store(queue, job("a"), job("x", 0, queue="other"))
+    assert worker.turn(1) == ["a"]
+    worker.turn(0, done="a")
+    deliver(queue)
+    assert other.worker().turn(1) == ["x"]
+
+
+def test_a_flow_whose_start_is_refused_is_withdrawn(
+    queue: OneQueue, other: OneQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seal = StoredBatch.seal
+
+    def refuse(self: StoredBatch, *, cancel: bool = False) -> int:
+        if not cancel:
+            raise BackPressure("out of memory")
+        return seal(self, cancel=True)
+
+    monkeypatch.setattr(StoredBatch, "seal", refuse)
+    with pytest.raises(BackPressure):
+        store(queue, job("a"), job("x", 0, queue="other"))
+    deliver(queue, other)
+    assert is_clean(queue, other)
+    assert [each.state().jobs for each in (queue, other)] == [set(), set()]
+
+
+def test_a_flow_that_was_stored_too_slowly_is_withdrawn(
+    queue: OneQueue, other: OneQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first jobs in other queues may count as lost already."""
+    open_elsewhere = flows._StoreBackwards._open_gate_elsewhere
+
+    def late(self: flows._StoreBackwards) -> None:
+        (gate, entry), *_ = queue.hash("batches").items()
+        *fields, at_ms, nonce = entry.split(" ")
+        queue.redis.hset(queue.key("batches"), gate, " ".join([*fields, str(int(at_ms) - 301_000), nonce]))
+        open_elsewhere(self)
+
+    monkeypatch.setattr(flows._StoreBackwards, "_open_gate_elsewhere", late)
+    with pytest.raises(TooLate):
+        store(queue, job("a"), job("x", queue="other"), job("b", 0, 1))
+    deliver(queue, other)
+    assert is_clean(queue, other)
+    assert [each.state().jobs for each in (queue, other)] == [set(), set()]

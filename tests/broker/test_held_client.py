@@ -84,6 +84,15 @@ def test_a_ref_of_another_queue_is_refused(queue: OneQueue, q: Queue) -> None:
     assert q.status()["held"] == 0
 
 
+def test_the_results_of_a_batch_are_refused(queue: OneQueue, client: Client, q: Queue) -> None:
+    """It has one per member."""
+    with client.batch("q") as batch:
+        pass
+    with pytest.raises(UsageError, match="a batch has no result of its own"):
+        q.enqueue(1, after=batch, with_results=True)
+    assert q.enqueue(1, after=batch)
+
+
 def test_an_async_client_enqueues_jobs_that_wait(queue: OneQueue, redis_url: str, worker: HandWorker) -> None:
     async def test() -> None:
         async with AsyncClient(redis_url) as client:

@@ -1,5 +1,6 @@
 """Held jobs: repeated reports, broken records, results that are long or missing, and all that a held id is refused."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import orjson
@@ -246,13 +247,30 @@ def test_a_job_can_wait_for_one_that_runs(queue: OneQueue, worker: HandWorker) -
     assert worker.turn(1, done="a") == ["b"]
 
 
-def test_a_result_is_wanted_if_one_of_several_jobs_wants_it(queue: OneQueue, worker: HandWorker) -> None:
-    store(queue, new_job(1, id="a"), after("b", "a"))
-    store(queue, after("c", "a", with_results=True))
-    store(queue, after("d", "a"))
-    assert b"w=1" in worker.whole_turn(1).jobs[1]
-    queue.recover(worker, 1)
-    assert queue.worker("w2").turn(1) == ["a"]
+@pytest.mark.parametrize("apart", [False, True], ids=["in one group", "in groups of their own"])
+def test_a_result_is_wanted_if_one_of_several_jobs_wants_it(redis_url: str, apart: bool) -> None:
+    with following_one_edge_per_call() if apart else nullcontext(), one_queue(redis_url) as queue:
+        worker = queue.worker()
+        store(queue, new_job(1, id="a"), after("b", "a"))
+        store(queue, after("c", "a", with_results=True))
+        store(queue, after("d", "a"))
+        assert b"w=1" in worker.whole_turn(1).jobs[1]
+        queue.recover(worker, 1)
+        assert queue.worker("w2").turn(1) == ["a"]
+
+
+def test_the_dependants_of_a_job_join_one_group(queue: OneQueue, worker: HandWorker) -> None:
+    """Up to 500: the entry of the job is written with each of them."""
+    store(queue, new_job(1, id="a"), *(after(f"b{number}", "a") for number in range(499)))
+    store(queue, after("c", "a"))
+    assert queue.hash("sources") == {"a": "1:500:0"}
+    store(queue, after("d", "a", with_results=True))
+    store(queue, after("e", "a"))
+    assert queue.hash("sources") == {"a": "1:500:0,2:2:1"}
+    worker.turn(1)
+    worker.turn(0, done="a", results={"a": "1"})
+    queue.recovery().promote("q")
+    assert queue.inspector.counts().held == 0
 
 
 def test_a_job_whose_result_nobody_wants_is_done_when_its_worker_is_lost(queue: OneQueue, worker: HandWorker) -> None:

@@ -196,6 +196,23 @@ def test_a_batch_does_not_end_while_members_are_added(client: Client, queue: One
     assert batch.info()["members"] == 4
 
 
+def test_a_batch_does_not_wait_for_a_member_that_was_cancelled_while_it_ran(
+    client: Client, queue: OneQueue, worker: HandWorker
+) -> None:
+    """celery#10526: a chord waited for ever for a task that was revoked while its worker had it."""
+    with client.batch("q", **callbacks("on_end", "on_done")) as batch:
+        batch.enqueue("q", 1, id="a")
+        batch.enqueue("q", 1, id="b")
+    assert worker.turn(2) == ["a", "b"]
+    for name in "ab":
+        assert queue.producer.remove(name)
+    # One fails after that, the other is lost with its worker.
+    assert worker.turn(0, failed="a", keep=1) == []
+    queue.recover(worker, 0, running=True)
+    assert queue.worker("w2").turn(5) == ids(batch, "on_end")
+    assert (batch.info()["state"], batch.info()["other"]) == ("failed", 2)
+
+
 @pytest.mark.parametrize("killed", ["before it reports", "after it has reported"])
 def test_a_member_counts_once_wherever_its_worker_is_killed(
     client: Client, queue: OneQueue, worker: HandWorker, killed: str

@@ -251,6 +251,22 @@ def test_other_local_users_are_refused() -> None:
         assert page.ask("GET", "/")[0] == 200
 
 
+def test_it_serves_a_unix_socket_and_removes_it_at_the_end(tmp_path: Path) -> None:
+    path = tmp_path / "web.sock"
+    request = b"GET /queues/mails HTTP/1.1\r\nHost: localhost\r\nAccept: text/html\r\nConnection: close\r\n\r\n"
+    with running(settings=f'{QUEUE}[web]\nlisten = "{path}"\n') as forq:
+        forq.wait_for_child("mails")
+        with socket.socket(socket.AF_UNIX) as browser:
+            browser.settimeout(20)
+            browser.connect(str(path))
+            browser.sendall(request)
+            answer = b"".join(iter(lambda: browser.recv(65536), b""))
+        assert answer.startswith(b"HTTP/1.1 200")
+        assert b"<h1>mails</h1>" in answer
+        forq.stop()
+        assert not path.exists()
+
+
 def test_an_open_address_without_authentication_is_refused_at_the_start() -> None:
     forq = Forq(settings='[web]\nlisten = "0.0.0.0:0"\n'.replace(":0", ":9999"))
     try:
@@ -293,6 +309,23 @@ def test_without_a_supervisor_it_shows_and_steers_any_redis(redis_url: str, tmp_
         assert [json.loads(line).get("result") for line in log.read_text().splitlines()] == [None, "done"] * 2
 
 
+def test_alone_it_believes_a_proxy_that_has_authenticated_the_user(redis_url: str) -> None:
+    queue = Client(redis_url).create_queue("mails")
+    arguments = ("--proxy", "127.0.0.1", "--proxy-header", "X-User", "--proxy-actor", "alice")
+    with web_alone(redis_url, *arguments) as (_, port):
+        page = Dashboard(None, port)
+
+        def pause(user: str) -> int:
+            return page.ask("POST", "/do/queue.pause", "queue=mails", **SAME_SITE, X_User=user)[0]
+
+        assert page.ask("GET", "/")[0] == 403, "nobody is named"
+        assert page.ask("GET", "/", X_User="bob")[0] == 200
+        assert pause("bob") == 403
+        assert not queue.status()["paused"]
+        assert pause("alice") == 303
+        assert queue.status()["paused"]
+
+
 def test_it_ends_at_once_although_a_page_is_open(redis_url: str) -> None:
     with web_alone(redis_url) as (process, port), socket.create_connection(("127.0.0.1", port)) as viewer:
         viewer.sendall(f"GET /live/ HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())
@@ -310,6 +343,8 @@ def test_it_ends_at_once_although_a_page_is_open(redis_url: str) -> None:
         (["--listen", "nowhere"], 2, "HOST:PORT"),
         (["--redis", "unix:///none.sock"], 1, "cannot reach Redis"),
         (["--redact", "("], 2, "regular expressions"),
+        (["--proxy", "somewhere"], 78, "'somewhere' is not allowed"),
+        (["--proxy-header", "X User"], 2, "letters, digits and hyphens"),
     ],
 )
 def test_wrong_arguments_of_forq_web(redis_url: str, arguments: list[str], exit_code: int, says: str) -> None:

@@ -8,13 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.ports import arithmetic, fibonacci
+from tests.ports import arithmetic, fibonacci, words
 from tests.support.drive.supervisor import Forq, running
 from tests.support.drive.wait import wait_until
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-SETTINGS = "".join(f'[apps.{name}]\napp = "{name}:app"\npath = ["{HERE}"]\n\n' for name in ("arithmetic", "fibonacci"))
+SETTINGS = "".join(
+    f'[apps.{name}]\napp = "{name}:app"\npath = ["{HERE}"]\n\n' for name in ("arithmetic", "fibonacci", "words")
+)
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +57,18 @@ def test_the_numbers_of_rqs_example_are_printed(capsys: pytest.CaptureFixture[st
     printed = sorted(capsys.readouterr().out.splitlines())
     assert printed[0] == "fib(20) = 10946"
     assert len(printed) == 14
+
+
+def test_a_page_is_fetched_parsed_processed_in_parts_and_merged_in_order(capsys: pytest.CaptureFixture[str]) -> None:
+    words.main()
+    expected = ", ".join(f"{('text', 'of', 'a.example')[number % 3]} {number}" for number in range(20))
+    assert capsys.readouterr().out == f"{expected}\n"
+
+
+def test_the_guide_states_the_length_of_a_flow_and_of_a_canvas() -> None:
+    page = (ROOT / "docs/guide/from-celery.md").read_text().replace("\n", " ")
+    for name in ("words.py", "words_in_celery.txt"):
+        assert f"({name}): {code_lines(HERE / name)} lines" in page
 
 
 def test_the_schedules_of_the_examples_are_defined(forq: Forq) -> None:

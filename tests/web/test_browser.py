@@ -31,19 +31,21 @@ def submitting(static: Path) -> None:
     )
 
 
+SENDING = '<form method="post" action="{}"></form><script>document.forms[0].submit()</script>'
+FRAMING = '<iframe src="{}"></iframe>'
+
+
 @pytest.fixture
-def attacker() -> Iterator[Callable[[str], str]]:
-    """The address of a page of another site that sends a form to this address."""
-    target = ""
+def attacker() -> Iterator[Callable[..., str]]:
+    """The address of a page of another site that sends a form to this address, or contains something else with it."""
+    content = ""
 
     class Page(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
             self.send_header("Content-Type", "text/html")
             self.end_headers()
-            self.wfile.write(
-                f'<form method="post" action="{target}"></form><script>document.forms[0].submit()</script>'.encode()
-            )
+            self.wfile.write(content.encode())
 
         def log_message(self, *arguments: object) -> None:
             pass
@@ -51,9 +53,9 @@ def attacker() -> Iterator[Callable[[str], str]]:
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Page)
     threading.Thread(target=server.serve_forever, daemon=True).start()
 
-    def page(url: str) -> str:
-        nonlocal target
-        target = url
+    def page(url: str, template: str = SENDING) -> str:
+        nonlocal content
+        content = template.format(url)
         return f"http://evil.example:{server.server_port}/"
 
     yield page
@@ -63,10 +65,14 @@ def attacker() -> Iterator[Callable[[str], str]]:
 
 def visit(url: str, profile: Path) -> str:
     """The page that the browser shows at the end."""
+    return run_browser(url, profile).stdout
+
+
+def run_browser(url: str, profile: Path, *more: str) -> "subprocess.CompletedProcess[str]":
     assert CHROMIUM is not None
     options = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", f"--user-data-dir={profile}"]
-    options += ["--host-resolver-rules=MAP *.example 127.0.0.1", "--virtual-time-budget=3000", "--dump-dom"]
-    return subprocess.run([CHROMIUM, *options, url], capture_output=True, text=True, timeout=60).stdout
+    options += ["--host-resolver-rules=MAP *.example 127.0.0.1", "--virtual-time-budget=3000", "--dump-dom", *more]
+    return subprocess.run([CHROMIUM, *options, url], capture_output=True, text=True, timeout=60)
 
 
 @pytest.mark.usefixtures("submitting")
@@ -80,12 +86,21 @@ def test_our_own_form_is_carried_out(serve: Serve, tmp_path: Path, name: str) ->
 
 @pytest.mark.parametrize("name", ["127.0.0.1", LAN])
 def test_the_form_of_another_site_is_refused(
-    serve: Serve, attacker: Callable[[str], str], tmp_path: Path, name: str
+    serve: Serve, attacker: Callable[..., str], tmp_path: Path, name: str
 ) -> None:
     served = serve(hosts=(LAN,))
     shown = visit(attacker(f"http://{name}:{served.port}/pause"), tmp_path / "profile")
     assert "403 Forbidden" in shown
     assert served.site.acted == []
+
+
+def test_a_page_of_another_site_cannot_frame_ours(serve: Serve, attacker: Callable[..., str], tmp_path: Path) -> None:
+    # Under this name the server cannot tell the request from one for a tab: only the headers of the answer prevent it.
+    served = serve(hosts=(LAN,))
+    page = attacker(f"http://{LAN}:{served.port}/", FRAMING)
+    console = run_browser(page, tmp_path / "profile", "--enable-logging=stderr").stderr
+    assert f"http://{LAN}:{served.port}/" in console
+    assert "frame-ancestors 'none'" in console
 
 
 @pytest.mark.usefixtures("submitting")

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from forq.procs.minutes import Minute
-from forq.web.display import duration, iso, lines, moment, number, prose, rate, size, state, text, throughput
+from forq.web.display import duration, iso, lines, moment, number, prose, rate, size, so_far, state, text, throughput
 
 DASH = "\N{EN DASH}"
 
@@ -100,3 +100,11 @@ def test_several_lines_keep_their_indentation() -> None:
 )
 def test_a_relative_time_is_coarse(seconds: float, shown: str) -> None:
     assert f">{shown}<" in moment(time.time() - seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0, "less than 5 s"), (7, "5 s"), (119, "1 min"), (3725, "1 h 2 min"), (None, DASH)],
+)
+def test_the_time_that_something_runs_is_coarse(seconds: float | None, shown: str) -> None:
+    assert so_far(seconds) == shown

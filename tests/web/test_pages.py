@@ -132,7 +132,7 @@ def test_held_jobs_are_counted_listed_and_cancelled(page: TestClient, client: Cl
 def test_a_flow_is_found_and_shows_its_jobs(page: TestClient, together: Client) -> None:
     assert 'href="/queues/others/flow?id=release-7">release-7</a>' in page.get("/find?id=release-7").text
     text = page.get("/queues/others/flow?id=release-7").text
-    assert "2 jobs: 1 <span" in text
+    assert "Flow of 2 jobs: 1 <span" in text
     rows = re.findall(r"<tr data-key.*?</tr>", text, re.DOTALL)
     assert 'href="/queues/others/job?id=fetch"' in rows[0]
     assert "<td>\u2003parse</td>" in rows[1]
@@ -284,6 +284,22 @@ def test_all_matching_jobs_are_counted_before_they_are_cancelled(page: TestClien
     assert client.queue("mails").status()["waiting"] == 0
 
 
+def test_very_many_matching_jobs_are_cancelled_in_parts(page: TestClient, client: Client) -> None:
+    queue = client.queue("mails")
+    queue.enqueue_many([{}] * 12_000)
+    form = {"queue": "mails", "state": "waiting", "which": "matching", "back": "/queues/mails"}
+    assert "Cancel 12,001 jobs of queue mails?" in page.post("/do/job.cancel", data=form, headers=SAME_SITE).text
+    part = page.post("/do/job.cancel", data={**form, "confirmed": "yes"}, headers=SAME_SITE)
+    cancelled = 12_001 - queue.status()["waiting"]
+    # A step of the scan may return some more.
+    assert 0 < cancelled <= 11_000
+    assert f"cancelled {cancelled:,} jobs of queue mails" in part.text
+    (again,) = fields_of(part.text, "job.cancel")
+    done = page.post("/do/job.cancel", data=again, headers=SAME_SITE)
+    assert "cancelled 12,001 jobs of queue mails" in page.get(done.headers["location"]).text
+    assert queue.status()["waiting"] == 0
+
+
 def test_changed_options_are_set_and_others_left_alone(page: TestClient, client: Client) -> None:
     form = {"queue": "mails", "option.rate": "5/1s", "before.rate": "off", "option.size": "7", "before.size": "7"}
     assert page.post("/do/queue.set", data=form, headers=SAME_SITE).status_code == 303
@@ -357,14 +373,21 @@ def test_without_redis_the_pages_say_so(tmp_path: Any) -> None:
         assert page.get("/schedules").status_code == 503
 
 
-def test_many_schedules_are_paged(page: TestClient, client: Client) -> None:
-    queue = client.queue("mails")
-    for number in range(450):
-        queue.schedule(f"k{number:03}", every=3600)
+def test_a_hundred_thousand_schedules_are_paged(page: TestClient, client: Client) -> None:
+    client.queue("mails").schedule("k", every=3600)
+    link, stored = client.link(), "forq:queue:{mails}:schedules"
+    definition = link.call("HGET", stored, "k")
+    for at in range(1, 100_000, 1000):
+        fields = (part for number in range(at, min(at + 1000, 100_000)) for part in (f"k{number:05}", definition))
+        link.call("HSET", stored, *fields)
     first = page.get("/schedules").text
-    assert "1\N{EN DASH}200 of 450" in first
-    assert "401\N{EN DASH}450 of 450" in page.get("/schedules?page=2").text
-    assert "k042" in page.get("/schedules?find=k042").text
+    assert "1\N{EN DASH}200 of 100,000" in first
+    assert len(first) < 400_000
+    assert "99,801\N{EN DASH}100,000 of 100,000" in page.get("/schedules?page=499").text
+    assert "k00042" in page.get("/schedules?find=k00042").text
+    shown = page.get("/queues/mails").text
+    assert "and 99,900 more" in shown
+    assert len(shown) < 200_000
 
 
 @pytest.mark.parametrize(
@@ -515,6 +538,15 @@ def test_run_now_needs_selected_jobs(page: TestClient) -> None:
     assert "selected jobs" in answer.text
 
 
+def test_an_attempt_shows_its_cause_its_time_and_its_peak_memory(page: TestClient, client: Client) -> None:
+    attempt = {"outcome": "stalled", "cause": "oom", "started_at": 1000.0, "ended_at": 1090.0, "peak_memory": 300 << 20}
+    client.link().call("HSET", "forq:queue:{mails}:attempts", "first", orjson.dumps(attempt))
+    text = re.sub(r"<[^>]+>", " ", page.get("/queues/mails/job?id=first").text)
+    shown = " ".join(text.split())
+    assert "stalled oom" in shown
+    assert "after 1 min 30 s, peak memory 300 MB" in shown
+
+
 def test_a_reader_sees_no_text_of_errors(client: Client, redis_url: str) -> None:
     link, base = client.link(), "forq:queue:{mails}"
     attempts = b'{"outcome":"failed","error":"hunter2"}\n{"error":{"name":"E","message":"hunter2"}}'
@@ -551,6 +583,11 @@ def test_a_page_without_live_updates_has_no_stream(page: TestClient, path: str) 
     answer = page.get(f"/live{path}")
     assert answer.status_code == 400
     assert "no live updates" in answer.text
+
+
+def test_the_head_of_a_live_page_is_answered_at_once(page: TestClient) -> None:
+    answer = page.head("/live/")
+    assert (answer.status_code, answer.headers["content-length"]) == (200, "0")
 
 
 @pytest.mark.usefixtures("brief_streams")

@@ -11,7 +11,7 @@ from forq.broker.enqueue import Producer, TokenTerms
 from forq.broker.keys import queue_base
 from forq.broker.link import READ_BYTES, Link
 from forq.broker.scripts import OK, error_for, script
-from forq.errors import ForqError, InvalidId, NoResult, UnknownBatch
+from forq.errors import ForqError, InvalidId, NoResult, OutcomeUnknown, RedisUnavailable, UnknownBatch
 from forq.values import check_queue_name, shown
 from forq.version import PROTOCOL
 
@@ -72,6 +72,10 @@ class StoredBatch:
         edge = f"batch {self.id} {nonce} {number} {keeps_results:d}"
         return edge if queue == self.queue else f"to {self.queue} {epoch} {edge}"
 
+    def token(self, number: int) -> str:
+        """A token that no other member of any batch has."""
+        return f"{self.queue}:{self.id}:{self._identity()[1]}:{number}"
+
     def _identity(self) -> tuple[str, str]:
         if self._known is None:
             epoch, entry = self._link.pipeline(
@@ -101,7 +105,14 @@ class StoredBatch:
 
     def seal(self, *, cancel: bool = False) -> int:
         """No more members; returns how many have not ended. Safe to repeat."""
-        return int(self._run("seal_batch", self.id, int(cancel))[1])
+        try:
+            reply = self._run("seal_batch", self.id, int(cancel))
+        except OutcomeUnknown as exc:
+            try:
+                reply = self._run("seal_batch", self.id, int(cancel))
+            except RedisUnavailable:
+                raise exc from None
+        return int(reply[1])
 
     def attach(self, edges: Sequence[str]) -> None:
         """Adds edges to jobs in other queues that wait for the end of the batch."""
@@ -133,8 +144,8 @@ class StoredBatch:
                     queue, job_id, *_ = value.decode().split(" ")
                     yield number, queue, job_id
 
-    def cancel(self, most: int) -> tuple[int, bool]:
-        """Cancels up to `most` members that have not begun; returns how many, and whether there may be more.
+    def cancel(self, most: int | None = None) -> tuple[int, bool]:
+        """Cancels the members that have not begun, up to `most`; returns how many, and whether there may be more.
 
         Running ones end, and count as they end."""
         self.seal(cancel=True)

@@ -40,6 +40,11 @@ def check_after(after: Any, when: object = "done", *, use: int = NOT_USED, queue
             f"after: {len(words)} jobs are too many for one job to wait for: at most {MAX_DEPENDENCIES}; "
             "let jobs in between wait for groups of them, or use a batch"
         )
+    if use != NOT_USED and any(getattr(each, "is_batch", False) for each in given):
+        raise UsageError(
+            "after: a batch has no result of its own: leave with_results out, and read those of its members with "
+            "client.find_batch(queue, id).results()"
+        )
     are_kept = use != NOT_USED and all(getattr(each, "keeps_result", False) is True for each in given)
     return After(words, str(when), use, are_kept)
 

@@ -30,7 +30,8 @@ from forq.broker.enqueue import (
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import OK, error_for, script
-from forq.errors import ForqError, UnknownFlow, UsageError
+from forq.errors import ForqError, OutcomeUnknown, UnknownFlow, UsageError
+from forq.job import new_id
 
 KEPT_MS = 7 * 24 * 3600 * 1000
 MAX_FLOW_JOBS = 10_000
@@ -38,10 +39,14 @@ MAX_FLOW_JOBS = 10_000
 MAX_PLAN_BYTES = 4 << 20
 # Jobs whose states are read in one round trip.
 STATES_PER_CALL = 500
+# Queues that are asked for a flow in one round trip.
+QUEUES_PER_CALL = 500
 # How long storing a flow over several calls may take. Twice as long after it was stored, a job counts its dependencies
 # in other calls as lost (lua/batches.lua, CHECK_MS).
 STORED_WITHIN_MS = 300_000
 _REFUSE = Update("refuse")
+# Of a flow's id, so much is part of the id of its gate.
+_SHOWN_OF_FLOW = 31
 
 Stored = list[tuple[str, JobIdentity | None]]
 
@@ -71,10 +76,18 @@ def store_flow(link: Link, prefix: str, flow_id: str, jobs: Sequence[FlowJob]) -
                 f"job {number + 1} of flow {flow_id} waits for {len(flow_job.needs)} jobs: at most {MAX_DEPENDENCIES} "
                 "are allowed; let jobs in between wait for groups of them, or use a batch"
             )
-    _store_plan(link, prefix, flow_id, jobs)
-    if len({flow_job.queue for flow_job in jobs}) == 1 and _fits_into_one_call(jobs):
-        return _store_at_once(link, prefix, jobs)
-    return _StoreBackwards(link, prefix, flow_id, jobs).run()
+    before = _store_plan(link, prefix, flow_id, jobs)
+    try:
+        if len({flow_job.queue for flow_job in jobs}) == 1 and _fits_into_one_call(jobs):
+            return _store_at_once(link, prefix, jobs)
+        return _StoreBackwards(link, prefix, flow_id, jobs).run()
+    except OutcomeUnknown:
+        # It may have been stored.
+        raise
+    except ForqError:
+        with suppress(ForqError):
+            _describe(link, prefix, flow_id, jobs[0].queue, before)
+        raise
 
 
 def read_flow(link: Link, prefix: str, queue: str, flow_id: str) -> list[dict[str, Any]]:
@@ -97,9 +110,12 @@ def read_flow(link: Link, prefix: str, queue: str, flow_id: str) -> list[dict[st
 def find_flow(link: Link, prefix: str, names: Sequence[str], flow_id: str) -> str:
     """The home of a flow among these queues. UnknownFlow if it is in none of them."""
     check_batch_id(flow_id, "flow")
-    for name in names:
-        if link.call("EXISTS", f"{queue_base(prefix, name)}:flow:{flow_id}"):
-            return name
+    for first in range(0, len(names), QUEUES_PER_CALL):
+        part = names[first : first + QUEUES_PER_CALL]
+        replies = link.pipeline([("EXISTS", f"{queue_base(prefix, name)}:flow:{flow_id}") for name in part])
+        for name, known in zip(part, replies, strict=True):
+            if known:
+                return name
     raise UnknownFlow(f"no queue has a flow {flow_id!r}: it never existed, or is older than a week")
 
 
@@ -130,7 +146,8 @@ def _states(link: Link, prefix: str, jobs: Sequence[Mapping[str, Any]]) -> list[
     return states
 
 
-def _store_plan(link: Link, prefix: str, flow_id: str, jobs: Sequence[FlowJob]) -> None:
+def _store_plan(link: Link, prefix: str, flow_id: str, jobs: Sequence[FlowJob]) -> bytes:
+    """Returns the plan of an earlier flow of this id; b"" if there is none."""
     plan = orjson.dumps(
         [
             {"queue": each.queue, "id": each.job.id, "label": each.label, "needs": each.needs, "when": each.when}
@@ -139,10 +156,14 @@ def _store_plan(link: Link, prefix: str, flow_id: str, jobs: Sequence[FlowJob]) 
     )
     if len(plan) > MAX_PLAN_BYTES:
         raise UsageError(f"the plan of flow {flow_id} has {len(plan)} bytes: at most {MAX_PLAN_BYTES} are allowed")
-    home = jobs[0].queue
+    return _describe(link, prefix, flow_id, jobs[0].queue, plan)
+
+
+def _describe(link: Link, prefix: str, flow_id: str, home: str, plan: bytes) -> bytes:
     reply = link.run(script("describe_flow"), queue_base(prefix, home), flow_id, KEPT_MS, plan)
     if reply[0] != OK:
         raise error_for(home, reply)
+    return bytes(reply[1])
 
 
 def _fits_into_one_call(jobs: Sequence[FlowJob]) -> bool:
@@ -166,7 +187,8 @@ class _StoreBackwards:
 
     def __init__(self, link: Link, prefix: str, flow_id: str, jobs: Sequence[FlowJob]) -> None:
         self._link, self._prefix, self._jobs = link, prefix, jobs
-        self._gate = StoredBatch(link, prefix, jobs[0].queue, flow_id)
+        # Another one for each call: what an earlier producer has left must not start with this flow.
+        self._gate = StoredBatch(link, prefix, jobs[0].queue, f"{flow_id[:_SHOWN_OF_FLOW]}.{new_id()}")
         # Of each job: the (index of a job that waits for it, number of the dependency there).
         self._dependants: defaultdict[int, list[tuple[int, int]]] = defaultdict(list)
         for index, flow_job in enumerate(jobs):
@@ -186,8 +208,15 @@ class _StoreBackwards:
             for level in self._levels():
                 self._store_level(level)
             self._open_gate_elsewhere()
-            self._gate.seal()
         except BaseException:
+            self._withdraw()
+            raise
+        try:
+            self._gate.seal()
+        except OutcomeUnknown:
+            # Jobs may have begun. Otherwise the gate is abandoned.
+            raise
+        except ForqError:
             self._withdraw()
             raise
         return [self._stored[index] for index in range(len(self._jobs))]

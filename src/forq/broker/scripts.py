@@ -192,8 +192,8 @@ def error_for(queue: str, reply: list[object]) -> ForqError:
         )
     if code == FLOWS_OFF:
         return FlowsOff(
-            f"queue {queue!r} has flows = off, so its jobs cannot wait for others; to allow it: "
-            f"forqctl set {queue} flows=auto"
+            f"queue {queue!r} has flows = off, so its jobs cannot wait for others, or be members of a batch; "
+            f"to allow it: forqctl set {queue} flows=auto"
         )
     if code == UNKNOWN_DEPENDENCY:
         since = (

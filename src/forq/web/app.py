@@ -174,6 +174,9 @@ class Site:
             if not first.live:
                 # Such pages may scan many jobs.
                 raise UsageError(f"the page {first.title!r} has no live updates")
+            if request.method == "HEAD":
+                # Starlette routes it here, too. It has no body to wait for.
+                return Response(media_type="text/event-stream")
             if self._streams >= MAX_STREAMS:
                 raise ForqError(f"{MAX_STREAMS} live pages are open; reload this page to see its present state")
             return StreamingResponse(

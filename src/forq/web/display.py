@@ -86,6 +86,11 @@ def moment(epoch_seconds: float | None) -> Markup:
     return Markup('<time datetime="{0}" title="{0}">{1}</time>').format(iso(epoch_seconds), text)
 
 
+def so_far(seconds: float | None) -> str:
+    """How long something has taken until now. Coarse for the same reason."""
+    return DASH if seconds is None else _coarse(seconds) or "less than 5 s"
+
+
 def _coarse(seconds: float) -> str:
     """Steps of 5 s, then minutes; empty for less than 5 s."""
     if seconds < 60:
@@ -145,6 +150,7 @@ FILTERS = {
     "size": size,
     "iso": iso,
     "moment": moment,
+    "so_far": so_far,
     "state": state,
     "text": text,
     "lines": lines,

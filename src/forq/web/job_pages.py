@@ -103,6 +103,7 @@ async def job(visit: Visit) -> Page:
         "id": job_id,
         "job": found,
         "unknown": unknown,
+        "running": None,
         "why": None,
         "stack": None,
         "stack_error": "",
@@ -114,6 +115,8 @@ async def job(visit: Visit) -> Page:
     }
     await asyncio.gather(_explain(visit, values), _read_log(visit, values), _read_stack(visit, values))
     if found is not None:
+        if found["state"] == "active":
+            values["running"] = next((each for each in queue.running if each["id"] == job_id), None)
         _choose_parts(visit, values, found)
     return Page("job.html", f"Job {job_id}", values)
 

@@ -181,6 +181,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="a name that browsers use (repeatable)",
     )
+    parser.add_argument(
+        "--proxy",
+        dest="proxies",
+        action="append",
+        default=[],
+        metavar="ADDRESS",
+        help="a proxy that authenticates users: address, network or unix (repeatable)",
+    )
+    header = WEB["proxy_header"].default
+    header_help = f"the header in which the proxy names the user ({header})"
+    parser.add_argument("--proxy-header", dest="proxy_header", metavar="NAME", default=header, help=header_help)
+    parser.add_argument(
+        "--proxy-actor",
+        dest="proxy_actors",
+        action="append",
+        default=[],
+        metavar="USER",
+        help="a user of the proxy that may act, if not all may (repeatable)",
+    )
     redact_help = "replace what matches this pattern in shown data, messages and stacks (repeatable)"
     parser.add_argument("--redact", action="append", default=[], metavar="PATTERN", help=redact_help)
     parser.add_argument("--action-log", dest="action_log", metavar="FILE", help="append each action to this file")
@@ -201,6 +220,9 @@ def _run(arguments: argparse.Namespace) -> int:
         listen=listen,
         read_only=arguments.read_only,
         users=None if arguments.users is None else os.path.abspath(arguments.users),
+        proxies=tuple(arguments.proxies),
+        proxy_header=str(WEB["proxy_header"].parse(arguments.proxy_header, "--proxy-header")),
+        proxy_actors=tuple(arguments.proxy_actors),
         hosts=tuple(arguments.hosts),
     )
     settings.check("forq web")

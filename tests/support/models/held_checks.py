@@ -116,9 +116,9 @@ class Flows:
         assert set(self.edges) == expected
         assert self.results == self.users
         assert all(f"{holder} result" in self.raw["edges"] for holder in self.users)
-        used = {group: flag for groups in self.groups.values() for group, _, flag in groups}
-        for edge in self.edges.values():
-            assert used.get(edge.group, edge.use > 0) == (edge.use > 0)
+        for of_source in self.groups.values():
+            for number, count, used in of_source:
+                assert used == any(self.edges[number, at].use > 0 for at in _upto(count))
 
     def _check_open(self) -> None:
         """An open dependency of a held job has exactly one edge, at the live job that it waits for."""

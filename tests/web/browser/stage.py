@@ -11,7 +11,8 @@ from typing import Any
 
 import psutil
 
-from forq.client import Queue
+from forq.broker.flows import FlowJob, store_flow
+from forq.client import Queue, new_job
 from tests.support.drive.readme import free_port
 from tests.support.drive.supervisor import HANDLERS, Forq
 from tests.support.drive.wait import wait_until
@@ -221,11 +222,30 @@ def fill(stage: Stage) -> None:
     webhooks.enqueue({"url": "https://example.com/hook"}, id="hook-3", type="push")
     stage.queue("uploads").pause()
     stage.queue("uploads").enqueue({"content": "x" * LARGE_BYTES}, id="large")
+    fill_together(stage)
     wait_until(lambda: stage.counts("payments")["dead"] == len(FAILURES), what="failed payments are dead")
     wait_until(lambda: stage.counts("imports")["dead"] == 1, 60, "a crash is dead")
     wait_until(lambda: stage.counts("webhooks")["retry"] == 1, what="a job is in the retry lane")
     wait_until(lambda: stage.state("emails", job) == "done", what="mails are sent")
     stage.forq.call("schedule.pause", name="emails", key="old-report")
+
+
+def fill_together(stage: Stage) -> None:
+    """Jobs that wait for others, a flow and a batch. Their jobs of the queue emails are done, those of uploads wait."""
+    stage.queue("reports").enqueue(
+        {"year": 2026}, id="report-2026", type="monthly.pdf", after=["report-2026-10", "report-2026-11"]
+    )
+    flow = [
+        FlowJob("emails", new_job({}, id="close-collect"), label="collect orders"),
+        FlowJob("uploads", new_job({}, id="close-pdf"), (0,), label="make PDF"),
+        FlowJob("uploads", new_job({}, id="close-csv"), (0,), label="make CSV"),
+        FlowJob("reminders", new_job({}, id="close-publish"), (1, 2), "ended", label="publish"),
+    ]
+    store_flow(stage.client.link(), stage.client.prefix, "close-2026-11", flow)
+    with stage.client.batch("uploads", id="gallery-7", on_end=new_job({})) as batch:
+        for number in range(5):
+            batch.enqueue("emails" if number < 3 else "uploads", {}, id=f"gallery-7-{number}")
+    wait_until(lambda: stage.client.find_batch("uploads", "gallery-7").info()["done"] == 3, what="members are done")
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """The page of a job: why it waits, attempts, data, result, log, stack, and its actions."""
 
+import re
+
 from tests.support.drive.wait import wait_until
 from tests.web.browser.browser import Browser
 from tests.web.browser.stage import LARGE_BYTES, Stage
@@ -69,6 +71,14 @@ def test_log_lines_appear_while_the_job_runs(browser: Browser, stage: Stage) -> 
     browser.wait_for_text("second line", LOG)
     gate.touch()
     browser.wait_for_text("done in queue bench", ".facts")
+
+
+def test_a_running_job_shows_for_how_long_and_in_which_process(browser: Browser, stage: Stage) -> None:
+    open_job(browser, "reports", "report-2026-10")
+    browser.wait_for_text(f"in process {stage.forq.child('reports')['pid']}", ".facts:nth-of-type(2)")
+    assert re.search(r"Running for (less than )?[0-9]+ (s|min)", browser.text())
+    open_job(browser, "emails", "welcome-42")
+    assert "Running for" not in browser.text()
 
 
 def test_the_stack_of_a_running_job_is_shown_on_demand(browser: Browser, stage: Stage) -> None:

@@ -15,6 +15,7 @@ from tests.web.browser.stage import WAITING, Stage, utc_minute
         ("webhooks", "retry", "hook-1"),
         ("webhooks", "waiting", "hook-3"),
         ("reports", "blocked", "report-2026-11"),
+        ("reports", "held", "report-2026"),
         ("imports", "dead", "import-7"),
         ("emails", "done", "welcome-42"),
     ],

@@ -3,6 +3,8 @@
 from contextlib import suppress
 
 import psutil
+from selenium.webdriver.common.action_chains import ActionChains
+from selenium.webdriver.common.keys import Keys
 
 from tests.support.drive.wait import wait_until
 from tests.web.browser.browser import Browser, row
@@ -74,6 +76,31 @@ def test_a_focused_button_is_not_replaced_until_it_loses_the_focus(browser: Brow
     browser.run("arguments[0].blur()", button)
     browser.wait_for_text(job, RUNNING)
     gate.touch()
+
+
+def test_a_link_that_is_pressed_during_an_update_is_followed(browser: Browser, stage: Stage) -> None:
+    browser.open("/")
+    browser.wait_for_stream()
+    link = browser.find(f"{row('emails')} a")
+    ActionChains(browser.driver).click_and_hold(link).perform()
+    before = browser.text("#live")
+    _, gate = stage.hang()
+    next_update(browser)
+    next_update(browser)
+    assert browser.text("#live") == before
+    browser.leave(lambda: ActionChains(browser.driver).release().perform())
+    assert browser.path == "/queues/emails"
+    gate.touch()
+
+
+def test_text_that_was_typed_stays_after_updates(browser: Browser, stage: Stage) -> None:
+    browser.open("/")
+    browser.wait_for_stream()
+    browser.fill("#find", "mail")
+    browser.run("document.querySelector('#find').__same = true")
+    browser.press(Keys.TAB, Keys.TAB)
+    wait_until(lambda: browser.run("return !document.querySelector('#find').__same"), what="another field is there")
+    assert browser.find("#find").get_attribute("value") == "mail"
 
 
 def test_selected_text_is_not_replaced_until_it_is_deselected(browser: Browser, stage: Stage) -> None:

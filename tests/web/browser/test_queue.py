@@ -16,7 +16,7 @@ def test_the_page_shows_the_figures_of_forqctl(browser: Browser, stage: Stage) -
     assert "paused" in browser.text(".facts")
     assert dict(zip(browser.texts(".tiles dt"), browser.texts(".tiles dd"), strict=True)) == {
         "Waiting": str(WAITING),
-        **dict.fromkeys(("Active", "Scheduled", "Retry", "Blocked", "Dead", "Kept"), "0"),
+        **dict.fromkeys(("Active", "Scheduled", "Retry", "Blocked", "Held", "Dead", "Kept"), "0"),
     }
     browser.open("/queues/emails")
     shown = json.loads(stage.forq.ctl("--json", "status", "emails"))["queues"][0]

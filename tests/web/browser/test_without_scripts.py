@@ -1,4 +1,4 @@
-"""The main paths without JavaScript: pages are complete, actions are plain forms."""
+"""Without JavaScript: pages are complete, actions are plain forms."""
 
 from collections.abc import Iterator
 
@@ -94,3 +94,46 @@ def test_a_job_is_found_by_id(browser: Browser, stage: Stage) -> None:
     browser.fill("#find-job", "large")
     browser.leave(lambda: browser.press("\ue007"))
     assert browser.row_keys() == ["uploads"]
+
+
+def test_a_queue_is_drained_and_restarted(browser: Browser, stage: Stage) -> None:
+    browser.open("/queues/bench")
+    browser.press_button("Drain")
+    assert browser.note.startswith("draining queue bench")
+    wait_until(lambda: stage.forq.queue_status("bench")["state"] == "running", what="drained")
+    before = stage.forq.child("bench")["pid"]
+    browser.open("/queues/bench")
+    browser.press_button("Restart")
+    assert browser.note == "restarted the processes of queue bench"
+    stage.forq.wait_for_child("bench", not_pid=before)
+
+
+def test_scheduled_jobs_run_now_and_are_cancelled(browser: Browser, stage: Stage) -> None:
+    first, second = (stage.queue("bench").enqueue(None, run_in=3600) for _ in range(2))
+    browser.open("/queues/bench/job", id=first)
+    browser.press_button("Run now")
+    assert browser.note == "made ready 1 job"
+    wait_until(lambda: stage.state("bench", first) == "done", what="it ran")
+    browser.open("/queues/bench/job", id=second)
+    browser.press_button("Cancel")
+    assert browser.note == "cancelled 1 job"
+    assert stage.counts("bench")["scheduled"] == 0
+
+
+def test_a_schedule_is_paused_and_resumed(browser: Browser, stage: Stage) -> None:
+    browser.open("/queues/emails/schedule", key="clean-up")
+    browser.press_button("Pause")
+    assert browser.note == "paused schedule clean-up of queue emails"
+    browser.press_button("Resume")
+    assert browser.note == "resumed schedule clean-up of queue emails"
+
+
+def test_a_batch_is_cancelled(browser: Browser, stage: Stage) -> None:
+    stage.queue("bench").pause()
+    with stage.client.batch("bench", id="plain") as batch:
+        batch.enqueue("bench", {}, id="plain-0")
+    browser.open("/queues/bench/batch", id="plain")
+    browser.press_button("Cancel")
+    browser.press_button("Cancel batch")
+    assert browser.note == "cancelled 1 job of batch plain"
+    stage.queue("bench").resume()

@@ -21,10 +21,14 @@
 local UNSEALED_MS = 3600 * 1000
 -- Members in other queues are looked after in this interval.
 local CHECK_MS = 600 * 1000
+-- How long storing a flow may take: after CHECK_MS its jobs would count as lost what is not attached to them.
+local ATTACHED_WITHIN_MS = CHECK_MS / 2
 -- How long an ended batch is known, with its results.
 local ENDED_MS = 24 * 3600 * 1000
 local CHECKS_PER_CALL, FORGOTTEN_PER_CALL = 20, 500
 local ENDED = { done = true, failed = true, abandoned = true }
+-- A callback's id and token are those of the batch, followed by its name.
+local CALLBACKS = { ':on_done', ':on_end', ':on_dead' }
 
 function batches.read(id)
   local entry = redis.call('HGET', key('batches'), id)
@@ -48,6 +52,13 @@ end
 function batches.write(batch)
   redis.call('HSET', key('batches'), batch.id, string.format('%s %s %d %d %d %d %d %.0f %s', batch.state,
     batch.use, batch.added, batch.open, batch.done, batch.dead, batch.other, batch.at_ms, batch.nonce))
+end
+
+-- A callback that has not ended may read the results.
+function batches.has_live_callback(batch)
+  for _, name in ipairs(CALLBACKS) do
+    if flows.live_record(batch.id .. name) then return true end
+  end
 end
 
 -- Whether what waits for this batch may still run.
@@ -130,6 +141,8 @@ function batches.tend()
     if kind == 'j' and flows.is_held(id) or batch and (batch.state == 'sealed' or batch.state == 'cancelled') then
       to_verify[#to_verify + 1] = what
       batches.check_later(what)
+    elseif batch and ENDED[batch.state] and batches.has_live_callback(batch) then
+      batches.check_later(what)
     elseif not batch or batches.forget(batch) then
       redis.call('ZREM', key('checks'), what)
     end
@@ -163,6 +176,8 @@ function batches.forget(batch)
   end
   if batch.added > 0 then return false end
   redis.call('HDEL', key('batches'), batch.id)
+  -- The next batch of this id has callbacks of its own.
+  for _, name in ipairs(CALLBACKS) do redis.call('DEL', key_of('token', epoch .. ':' .. batch.id .. name)) end
   return true
 end
 
@@ -283,15 +298,16 @@ function verbs.report()
   return { OK, applied }
 end
 
--- attach: adds edges from a batch to targets in other queues.
+-- attach: adds edges from the gate of a flow to targets in other queues, which were stored a short time ago.
 -- KEYS[1]  the queue's base
 -- ARGV     B, then an edge ('to QUEUE EPOCH …') each
--- Returns  {OK}; {NO_BATCH}; {NO_QUEUE}
+-- Returns  {OK}; {NO_BATCH}; {LATE}; {NO_QUEUE}
 -- States   unchanged
 function verbs.attach()
   if not epoch then return { NO_QUEUE } end
   local batch, added = batches.read(ARGV[1]), {}
   if not batch then return { NO_BATCH } end
+  if batch.state == 'open' and now_ms - batch.at_ms > ATTACHED_WITHIN_MS then return { LATE } end
   for i = 2, #ARGV do added[i - 1] = ARGV[i] end
   flows.add_edges(batch.id .. ' batch', added, false)
   if ENDED[batch.state] then
@@ -346,12 +362,14 @@ end
 
 -- describe_flow: keeps the plan of a flow for a while, for its picture.
 -- KEYS[1]  the queue's base
--- ARGV     flow, ms to keep it, the plan as JSON
--- Returns  {OK}; {NO_QUEUE}; {FLOWS_OFF}
+-- ARGV     flow, ms to keep it, the plan as JSON; '' removes it
+-- Returns  {OK, the plan before ('': none)}; {NO_QUEUE}; {FLOWS_OFF}
 -- States   unchanged
 function verbs.describe_flow()
   if not epoch then return { NO_QUEUE } end
   if options.flows == FLOWS_NEVER then return { FLOWS_OFF } end
-  redis.call('SET', key_of('flow', ARGV[1]), ARGV[3], 'PX', ARGV[2])
-  return { OK }
+  local name = key_of('flow', ARGV[1])
+  local before = redis.call('GET', name) or ''
+  if ARGV[3] == '' then redis.call('DEL', name) else redis.call('SET', name, ARGV[3], 'PX', ARGV[2]) end
+  return { OK, before }
 end

@@ -244,8 +244,9 @@ function verbs.enqueue()
       if if_exists == 'refuse' or (bound and if_exists == 'update') then return { EXISTS, i } end
       if if_exists == 'update' then changes[#changes + 1] = at end
     else
+      local edges = #ARGV[at + 1] > 1 and edges_of(ARGV[at + 1]) or {}
+      if (after ~= '' or #edges > 0) and options.flows == FLOWS_NEVER then return { FLOWS_OFF } end
       if after ~= '' then
-        if options.flows == FLOWS_NEVER then return { FLOWS_OFF } end
         afters[at] = flows.read_after(after)
         if afters[at].use ~= '0' and mode ~= 'work' then return { NOT_IN_MODE, mode } end
         local refusal = flows.check_dependencies(i, afters[at], seen)
@@ -256,7 +257,6 @@ function verbs.enqueue()
         end
         waiting_at[#waiting_at + 1] = at
       end
-      local edges = #ARGV[at + 1] > 1 and edges_of(ARGV[at + 1]) or {}
       if #edges > 0 then sources_at[#sources_at + 1] = { id, edges } end
       seen[id] = true
       new[#new + 1] = at
@@ -420,6 +420,8 @@ function verbs.cancel()
   if not record then return { OK, 0 } end
 
   local owner = redis.call('HGET', key('active'), id)
+  -- The edge is that of the running job: not of the enqueue that is blocked behind it.
+  if owner and ARGV[4] then return { OK, 0 } end
   if owner then
     local entry = blocked.read(id)
     local withdrawn = entry and records.is_meant(meant, entry.enqueued_us)

@@ -28,6 +28,8 @@
 -- the list of them.
 
 local MAX_ENDS = 50000
+-- An entry of `sources` ends with a group; it is shorter than this.
+local LONGEST_GROUP = 40
 -- Moving a job to dead costs about as much as this many edges.
 local EDGES_PER_BURIAL = 10
 local MISSING_RESULT = '!its result was not kept'
@@ -49,7 +51,10 @@ function flows.remember(ids, how)
   local pairs_to_set = {}
   for i, id in ipairs(ids) do pairs_to_set[2 * i - 1], pairs_to_set[2 * i] = id, how end
   redis.call('HSET', key('ends'), unpack(pairs_to_set))
-  if redis.call('HLEN', key('ends')) >= MAX_ENDS then redis.call('RENAME', key('ends'), key('ends:old')) end
+  if redis.call('HLEN', key('ends')) < MAX_ENDS then return end
+  -- RENAME would free the old ones while the server waits.
+  redis.call('UNLINK', key('ends:old'))
+  redis.call('RENAME', key('ends'), key('ends:old'))
 end
 
 -- How a job that is neither live nor held ended; nil: unknown.
@@ -289,13 +294,23 @@ end
 
 -- Edges and ends.
 
--- Adds edges of a source. `used`: whether one of them wants the result.
+-- Adds edges of a source. `used`: whether one of them wants the result. They join its last group, since the entry is
+-- written as a whole: a job may have 100,000 dependants, stored one by one.
 function flows.add_edges(source, added, used)
-  local group = redis.call('HINCRBY', key('counts'), 'edge_groups', 1)
+  local groups, before = redis.call('HGET', key('sources'), source) or '', 0
+  local group, count, was_used = string.match(string.sub(groups, -LONGEST_GROUP), '(%d+):(%d+):(%d)$')
+  if group and count + #added <= EDGES_PER_CALL then
+    groups = string.sub(groups, 1, -#(group .. count .. was_used) - 3)
+    before, used = tonumber(count), used or was_used == '1'
+  else
+    group = redis.call('HINCRBY', key('counts'), 'edge_groups', 1)
+    if groups ~= '' then groups = groups .. ',' end
+  end
   local fields = {}
-  for i, edge in ipairs(added) do fields[2 * i - 1], fields[2 * i] = group .. ' ' .. i, edge end
+  for i, edge in ipairs(added) do fields[2 * i - 1], fields[2 * i] = group .. ' ' .. before + i, edge end
   redis.call('HSET', key('edges'), unpack(fields))
-  flows.append_groups(source, string.format('%d:%d:%d', group, #added, used and 1 or 0))
+  local joined = string.format('%s:%d:%d', group, before + #added, used and 1 or 0)
+  redis.call('HSET', key('sources'), source, groups .. joined)
 end
 
 -- Whether one of these edges carries the result.
@@ -319,8 +334,14 @@ end
 function flows.has_edge(source, edge)
   local groups = redis.call('HGET', key('sources'), source) or ''
   for group, count in string.gmatch(groups, '(%d+):(%d+):') do
-    for index = 1, tonumber(count) do
-      if redis.call('HGET', key('edges'), group .. ' ' .. index) == edge then return true end
+    for first = 1, tonumber(count), EDGES_PER_CALL do
+      local fields = {}
+      for index = first, math.min(first + EDGES_PER_CALL - 1, tonumber(count)) do
+        fields[#fields + 1] = group .. ' ' .. index
+      end
+      for _, found in ipairs(redis.call('HMGET', key('edges'), unpack(fields))) do
+        if found == edge then return true end
+      end
     end
   end
   return false

@@ -22,8 +22,11 @@
   let silence = 0;
   const livePath = document.body.dataset.live;
 
-  // What the user is doing must not be torn away: a field or button in focus, selected text.
+  // What the user is doing must not be torn away: a field or button in focus, selected text; a link or button that is
+  // replaced between press and release would not be clicked.
+  let pressed = false;
   function busy() {
+    if (pressed) return true;
     const active = document.activeElement;
     if (active && live.contains(active) && active.matches("input, select, textarea, button")) return true;
     const selection = getSelection();
@@ -44,6 +47,7 @@
 
   function show(html) {
     const open = new Set([...live.querySelectorAll("details[open]")].map((each) => each.id));
+    const typed = [...live.querySelectorAll("input[id]")].filter((each) => each.value !== each.defaultValue);
     const isFocused = trace(document.activeElement);
     const current = live.querySelector("tr.current")?.dataset.key;
     const scrolled = [...live.querySelectorAll(".scroll, .log")].map((each) => [each.scrollLeft, each.scrollTop,
@@ -51,6 +55,7 @@
     const parsed = new DOMParser().parseFromString(html, "text/html");
     live.replaceChildren(...parsed.body.childNodes);
     for (const id of open) if (id && $(id)) $(id).open = true;
+    for (const { id, value } of typed) if ($(id)) $(id).value = value;
     live.querySelectorAll(".scroll, .log").forEach((each, number) => {
       const [left, top, atEnd] = scrolled[number] ?? [0, 0, true];
       each.scrollLeft = left;
@@ -74,6 +79,12 @@
 
   document.addEventListener("focusout", () => setTimeout(showWaiting, 0));
   document.addEventListener("selectionchange", showWaiting);
+  addEventListener("pointerdown", () => { pressed = true; }, true);
+  // A menu or a drag takes the release away.
+  for (const name of ["pointerup", "pointercancel", "contextmenu", "dragend"]) {
+    // The click comes after the release.
+    addEventListener(name, () => { pressed = false; setTimeout(showWaiting, 0); }, true);
+  }
 
   function problem(text) {
     banner.textContent = text;
