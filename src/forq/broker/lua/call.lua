@@ -8,6 +8,12 @@
 local journal, records, attempts, hints, limits, timers, schedules, blocked = {}, {}, {}, {}, {}, {}, {}, {}
 local progress, waiters, done, awaiters, leases, claims, failures, dead = {}, {}, {}, {}, {}, {}, {}, {}
 local recovery, turns, control, flows, batches, summary, verbs = {}, {}, {}, {}, {}, {}, {}
+-- By verb: a function that carries out the most common call alone, or returns nil (verbs.lua).
+local quick = {}
+local QUICK_KEYS = { 'summary', 'jobs', 'pending', 'events', 'counts' }
+
+-- A record with a body up to this length is not measured (records.lua).
+local SMALL_BODY = 7680
 
 -- Per queue base: key names, the options of one version, and the values in `summary` (summary.lua) while it has the
 -- same text. Every call reads `summary` again, so none sees stale values.
@@ -152,6 +158,10 @@ local function read_options(of_version)
     cached.rate_count, cached.max_active = option('rate_count'), option('max_active')
     cached.has_limits = cached.rate_count > 0 or cached.max_active > 0
     cached.flows_on = option('flows') == FLOWS_ON or named.flows_used == '1'
+    cached.is_plain = named.mode == 'work' and cached.journal_on and not (cached.flows_on or parent)
+      and option('max_items') == 0
+    cached.small_body = math.min(option('max_data'), SMALL_BODY)
+    for _, name in ipairs(QUICK_KEYS) do key(name) end
   end
   epoch, paused, options, cached_numbers = cached.epoch, cached.paused, cached.options, cached.numbers
   protocol, mode, on_request = options.protocol, options.mode, cached.on_request

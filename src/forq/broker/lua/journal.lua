@@ -69,17 +69,32 @@ function journal.write(actor)
   summary.save()
 end
 
+-- Returns the hash of an entry, and the entry.
+function journal.pack(of_epoch, number, us, actor, hash_before, text)
+  local about = of_epoch .. ' ' .. string.format('%d', number) .. ' ' .. us .. ' ' .. actor
+  local hash = redis.sha1hex((hash_before == '-' and '' or hash_before) .. '\n' .. about .. '\n' .. text)
+  return hash, about .. ' ' .. hash .. '\n' .. text
+end
+
+-- Stores an entry; false if the server refuses it. The call has changed the queue by now and must not fail: a refused
+-- entry leaves a gap in the sequence. One field costs a third less than one per value.
+function journal.store(events_key, counts_key, entry)
+  if not redis.pcall('XADD', events_key, '*', 'v4', entry).err then return true end
+  redis.call('HINCRBY', counts_key, 'journal_lost', 1)
+  return false
+end
+
+-- What an entry with this text adds to journal_bytes.
+function journal.bytes_of(text)
+  return #text + ENTRY_BYTES
+end
+
 function journal.append(actor)
   local text = #events == 1 and events[1] or table.concat(events, '\n')
   sequence = sequence + 1
-  local about = epoch .. ' ' .. string.format('%d', sequence) .. ' ' .. now_text() .. ' ' .. actor
-  last_hash = redis.sha1hex((last_hash == '-' and '' or last_hash) .. '\n' .. about .. '\n' .. text)
-  -- The call has changed the queue by now and must not fail. A refused entry leaves a gap in the sequence. One field
-  -- costs a third less than one per value.
-  if redis.pcall('XADD', key('events'), '*', 'v4', about .. ' ' .. last_hash .. '\n' .. text).err then
-    redis.call('HINCRBY', key('counts'), 'journal_lost', 1)
-    return
-  end
-  journal_bytes = journal_bytes + #text + ENTRY_BYTES
+  local hash, entry = journal.pack(epoch, sequence, now_text(), actor, last_hash, text)
+  last_hash = hash
+  if not journal.store(key('events'), key('counts'), entry) then return end
+  journal_bytes = journal_bytes + journal.bytes_of(text)
   if journal_bytes > journal_max then journal.trim(true) end
 end

@@ -22,7 +22,7 @@ local SUSPECTS_PLACE = 's'
 local READ_BYTES = 4 * 1024 * 1024
 -- The option `largest_record` is an upper limit for the length of any record of the queue, counts included. It is a
 -- power of two, at least SMALL_RECORD. It is an option because options are cached: small records need no measuring.
-local SMALL_RECORD, HEAD_BYTES = 8192, 512
+local SMALL_RECORD, HEAD_BYTES = 8192, 8192 - SMALL_BODY
 
 -- All that max_items counts.
 function records.items()

@@ -59,10 +59,12 @@ local VERBS = {
 if not EVAL_KEYS then
   for i = 1, #VERBS do
     local name, start, flag = VERBS[i][1], VERBS[i][2], VERBS[i][3]
-    local run = verbs[name]
+    local run, alone = verbs[name], quick[name]
     redis.register_function({
       function_name = 'forq_' .. name .. '_' .. BUILD,
       callback = function(keys, args)
+        local reply = alone and alone(keys, args)
+        if reply then return reply end
         start(keys, args)
         return run()
       end,
