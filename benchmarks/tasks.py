@@ -4,7 +4,7 @@
 
 Each job has two typed arguments and does nothing. All run on one server, interleaved: three rounds with all, then more
 rounds with forq alone, since its two rows differ by less than the noise of three. The table shows medians. Exits with 1
-if a task is more than 15 % slower than a handler at enqueue or drain, or takes more than twice as long at bulk enqueue.
+if a task is more than 15 % slower than a handler at enqueue or drain, or takes more than four times as long at bulk enqueue.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tests.support.drive.server import Server
 EFFORT = Effort(1.5, 1.5, 0, 0.0, 0.0, 0.0, (), 0, patience_seconds=60.0)
 PEER_ROUNDS = 3
 # The least share of the handler's rate that a task may have.
-LEAST_SHARE = {"enqueue": 0.85, "bulk": 0.5, "drain": 0.85}
+LEAST_SHARE = {"enqueue": 0.85, "bulk": 0.25, "drain": 0.85}
 
 
 def installed(peers: list[Peer]) -> list[Peer]:

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from forq.broker.chunks import NewJob
 from forq.broker.claim import Settled, Turn
 from forq.broker.dead import DeadJobs
-from forq.broker.enqueue import JobIdentity, NewJob, Update, new_job
+from forq.broker.enqueue import JobIdentity, Update, new_job
 from forq.broker.explain import why
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.record import stored_options, unpack
