@@ -82,7 +82,7 @@ LUA_CONSTANTS.pop("PROTOCOL")
 
 FILES = (
     *("call", "summary", "journal", "records", "hints", "limits", "results", "claims", "failures", "flows", "batches"),
-    *("leases", "schedules", "release", "recovery", "control", "queues", "enqueue", "turn", "verbs"),
+    *("leases", "schedules", "release", "recovery", "control", "queues", "enqueue", "turn", "quick", "verbs"),
 )
 # Lua allows 200 local variables per function. Those of the other files are their own: each is a block.
 SHARED = ("call", "records", "hints", "limits", "results", "claims", "recovery", "flows", "verbs")

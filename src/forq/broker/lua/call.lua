@@ -8,9 +8,9 @@
 local journal, records, attempts, hints, limits, timers, schedules, blocked = {}, {}, {}, {}, {}, {}, {}, {}
 local progress, waiters, done, awaiters, leases, claims, failures, dead = {}, {}, {}, {}, {}, {}, {}, {}
 local recovery, turns, control, flows, batches, summary, verbs = {}, {}, {}, {}, {}, {}, {}
--- By verb: a function that carries out the most common call alone, or returns nil (verbs.lua).
+-- By verb: its short form for the most common call (quick.lua), or nil; and the keys that these use.
 local quick = {}
-local QUICK_KEYS = { 'summary', 'jobs', 'pending', 'events', 'counts' }
+local QUICK_KEYS = { 'summary', 'jobs', 'pending', 'active', 'events', 'counts', 'processed:count' }
 
 -- A record with a body up to this length is not measured (records.lua).
 local SMALL_BODY = 7680
@@ -160,7 +160,12 @@ local function read_options(of_version)
     cached.flows_on = option('flows') == FLOWS_ON or named.flows_used == '1'
     cached.is_plain = named.mode == 'work' and cached.journal_on and not (cached.flows_on or parent)
       and option('max_items') == 0
-    cached.small_body = math.min(option('max_data'), SMALL_BODY)
+    cached.small_body, cached.keeps_done = math.min(option('max_data'), SMALL_BODY), option('keep_done_ms') > 0
+    cached.due_channel = channel('due')
+    -- As turns return them (verbs.turn).
+    cached.limits = { option('timeout_ms'), tonumber(named.size or 1), option('priority'),
+      cached.keeps_done and option('max_data') or -option('max_data'), option('max_retries'),
+      option('retry_lane_retries') }
     for _, name in ipairs(QUICK_KEYS) do key(name) end
   end
   epoch, paused, options, cached_numbers = cached.epoch, cached.paused, cached.options, cached.numbers

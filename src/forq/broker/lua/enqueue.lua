@@ -115,44 +115,7 @@ local KEEP_MARGIN_MS = 300000
 -- The policy for ids that were generated for a call.
 local REFUSE = 'refuse 0 false 0'
 
--- The common call, in as few steps as possible: one new job of priority 5 that may run at once, in a queue whose
--- options and summary are cached. Returns nil for any other: then nothing has changed, and verbs.enqueue does it.
-function quick.enqueue(keys, args)
-  local queue, body = CACHE.queues[keys[1]], args[5]
-  if not queue or not queue.is_plain or queue.options_version ~= queue.version or args[1] ~= queue.options.protocol
-    or args[4] ~= '5' or args[6] or #body > queue.small_body or queue.other_hints ~= 0 or queue.in_lane ~= 0
-    or queue.suspect_hints ~= 0 then
-    return nil
-  end
-  local id, names, number = args[3], queue.keys, queue.sequence + 1
-  local event = 'enqueued 0 ' .. id
-  local bytes = queue.journal_bytes + journal.bytes_of(event)
-  if bytes > queue.journal_max then return nil end
-  local now = redis.call('TIME')
-  local us = now[1] .. string.sub('00000' .. now[2], -6)
-  if redis.call('HSETNX', names.jobs, id, 'p5 ' .. us .. '\n' .. body) == 0 then return nil end
-  local hash, entry = journal.pack(queue.epoch, number, us, '-', queue.last_hash, event)
-  local text = summary.pack(queue.version, number, hash, bytes, queue.last_fence, queue.rest)
-  -- One command writes the summary and checks that it was the one that is cached.
-  local before = redis.call('SET', names.summary, text, 'GET')
-  if before ~= queue.summary then
-    redis.call('HDEL', names.jobs, id)
-    if before then redis.call('SET', names.summary, before) else redis.call('DEL', names.summary) end
-    return nil
-  end
-  redis.call('RPUSH', names.pending, id)
-  if not journal.store(names.events, names.counts, entry) then
-    -- Its size does not count: the next call reads the summary.
-    redis.call('SET', names.summary, summary.pack(queue.version, number, hash, queue.journal_bytes, queue.last_fence,
-      queue.rest))
-    queue.summary = nil
-  else
-    queue.summary, queue.sequence, queue.last_hash, queue.journal_bytes = text, number, hash, bytes
-  end
-  return { OK, queue.epoch .. ' ' .. queue.last_fence .. ' ' .. us }
-end
-
--- The same in any queue: HSETNX both checks and stores.
+-- One new job that may run at once. HSETNX both checks and stores. (quick.lua does it for most queues.)
 local function store_single(count, max_items, max_data, stored_at)
   local id, head, body = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
   if count > 1 or #head > 1 or mode ~= 'work' or max_items > 0 or #body > max_data then return false end

@@ -69,9 +69,9 @@ function journal.write(actor)
   summary.save()
 end
 
--- Returns the hash of an entry, and the entry.
+-- Returns the hash of an entry, and the entry. `number`: its sequence number as text.
 function journal.pack(of_epoch, number, us, actor, hash_before, text)
-  local about = of_epoch .. ' ' .. string.format('%d', number) .. ' ' .. us .. ' ' .. actor
+  local about = of_epoch .. ' ' .. number .. ' ' .. us .. ' ' .. actor
   local hash = redis.sha1hex((hash_before == '-' and '' or hash_before) .. '\n' .. about .. '\n' .. text)
   return hash, about .. ' ' .. hash .. '\n' .. text
 end
@@ -92,7 +92,7 @@ end
 function journal.append(actor)
   local text = #events == 1 and events[1] or table.concat(events, '\n')
   sequence = sequence + 1
-  local hash, entry = journal.pack(epoch, sequence, now_text(), actor, last_hash, text)
+  local hash, entry = journal.pack(epoch, string.format('%d', sequence), now_text(), actor, last_hash, text)
   last_hash = hash
   if not journal.store(key('events'), key('counts'), entry) then return end
   journal_bytes = journal_bytes + journal.bytes_of(text)

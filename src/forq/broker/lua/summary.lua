@@ -39,8 +39,9 @@ function summary.read()
   suspect_hints_before = suspect_hints
 end
 
+-- `number`: the sequence number as text. Joining texts costs less than formatting numbers.
 function summary.pack(options_version, number, hash, bytes, fence, rest)
-  return string.format('%s %d %s %d %s', options_version, number, hash, bytes, fence) .. rest
+  return options_version .. ' ' .. number .. ' ' .. hash .. ' ' .. string.format('%d', bytes) .. ' ' .. fence .. rest
 end
 
 -- Stores the values if they have changed. journal.write does it at the end of a call.
@@ -54,7 +55,7 @@ function summary.save()
     rest = string.format(' %d %d %d %d %d %d', other_hints, in_lane, suspect_hints, first_due_ms,
       may_be_stale and 1 or 0, may_be_rare and 1 or 0)
   end
-  local text = summary.pack(version, sequence, last_hash, journal_bytes, last_fence, rest)
+  local text = summary.pack(version, string.format('%d', sequence), last_hash, journal_bytes, last_fence, rest)
   if text == cached.summary then return end
   redis.call('SET', key('summary'), text)
   cached.summary, cached.version, cached.last_hash, cached.last_fence = text, version, last_hash, last_fence

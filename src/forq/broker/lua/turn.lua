@@ -276,11 +276,12 @@ function turns.claim_suspect()
 end
 
 -- A turn sent before there was a job may come from a process that has been stopped since: pulse checks it.
-function turns.publish_claim()
+-- `queue`: its entry in the cache.
+function turns.publish_claim(queue, ms, of_worker, number)
   -- The time is only in this server's memory; losing it costs one more message.
-  if math.abs(now_ms - (cached.claim_published_ms or 0)) < CLAIM_NOTICE_MS then return end
-  cached.claim_published_ms = now_ms
-  redis.call('PUBLISH', channel('due'), 'look ' .. worker .. ' ' .. turn)
+  if math.abs(ms - (queue.claim_published_ms or 0)) < CLAIM_NOTICE_MS then return end
+  queue.claim_published_ms = ms
+  redis.call('PUBLISH', queue.due_channel, 'look ' .. of_worker .. ' ' .. number)
 end
 
 function turns.claim()
@@ -338,26 +339,7 @@ function turns.claim()
     journal.note_ids('claimed', fence .. ' ' .. attempt, same_attempt)
   end
   if flows_on then flows.mark_claimed(taken, reply, fates and 11 or 10) end
-  if ARGV[7] == 'waiting' then turns.publish_claim() end
-  return fence
-end
-
--- For a worker that waited: claims the job that BLMOVE has moved to it, if nothing else has to be considered. The id
--- stays where it is. Returns the fence; nil if a claim has to look further.
-function turns.claim_arrived()
-  if want ~= 1 or paused or has_limits or other_hints > 0 or hints.has_stale() then return nil end
-  local list = redis.call('LRANGE', processing, 0, -1)
-  local id = list[1]
-  if #list ~= 1 or id == '' then return nil end
-  local record = redis.call('HGET', key('jobs'), id)
-  if not record or HAS_COUNTS[string.byte(record)] then return nil end
-  local fence = claims.next_fence()
-  if redis.call('HSETNX', key('active'), id, worker .. ':' .. fence) == 0 then return nil end
-  taken[1] = id
-  reply[11], reply[12] = id, record
-  journal.note('claimed ' .. fence .. ' 1 ' .. id)
-  if flows_on then flows.mark_claimed(taken, reply, 10) end
-  turns.publish_claim()
+  if ARGV[7] == 'waiting' then turns.publish_claim(cached, now_ms, worker, turn) end
   return fence
 end
 
@@ -426,22 +408,18 @@ function verbs.turn()
   turns.settle_successes(10, first_failed + 8 * failed_count)
   turns.settle_failures(first_failed)
   timers.promote()
-  local held, fence = true, ARGV[7] == 'waiting' and turns.claim_arrived()
-  if not fence then
-    held, fence = turns.keep_or_return(), ''
-    turns.settle_interrupted()
-    if has_limits and want > 0 and not paused then want = turns.within_limits() end
-    if want > 0 and not paused then fence = turns.claim() end
-  end
+  local held = turns.keep_or_return()
+  turns.settle_interrupted()
+  local fence = ''
+  if has_limits and want > 0 and not paused then want = turns.within_limits() end
+  if want > 0 and not paused then fence = turns.claim() end
   if rate_count > 0 and (limited or fence ~= '') then limits.publish_refill_if_limited() end
   hints.wake_idle(nil, WAKE_LIMITED)
   journal.write(worker)
 
   reply[1] = paused and PAUSED or limited and LIMITED or OK
   reply[2], reply[3], reply[4] = held and 1 or 0, refused, fence
-  reply[5], reply[6], reply[7] = option('timeout_ms'), tonumber(options.size or 1), option('priority')
-  reply[8] = option('keep_done_ms') > 0 and option('max_data') or -option('max_data')
-  reply[9], reply[10] = option('max_retries'), option('retry_lane_retries')
+  for i, limit in ipairs(cached.limits) do reply[4 + i] = limit end
   return reply
 end
 
