@@ -28,7 +28,7 @@ from forq.procs.scoreboard import LENIENCE, POSITION, STARTED, STEP, TIMEOUT, Sl
 from forq.workers.coroutine_stacks import coroutine_stack
 from forq.workers.event_loop import CANCEL_MS, Cancelled, EventLoop, Run
 from forq.workers.exec_handlers import MAX_NAME, ProgramFailed
-from forq.workers.handlers import Handler, Handlers, class_name, exit_if_forked_from, is_app, safe_text
+from forq.workers.handlers import Handler, Handlers, class_name, exit_if_forked, fork_mark, is_app, safe_text
 from forq.workers.tracing import Tracing
 
 log = logging.getLogger("forq")
@@ -139,7 +139,7 @@ class AttemptRunner:
         self._run: tuple[int, Run] | None = None
         # Part of the running job's timeout that has passed before its handler starts.
         self._spent_seconds = 0.0
-        self._pid = os.getpid()
+        self._fork_mark = fork_mark()
 
     def run(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned."""
@@ -162,7 +162,7 @@ class AttemptRunner:
         except BaseException as exc:  # a handler may raise anything, even SystemExit; the worker continues
             return self._fail(exc, fence)
         finally:
-            exit_if_forked_from(self._pid)
+            exit_if_forked(self._fork_mark)
             if self._run is not None:
                 self.close_run(self._run[1])
         return None
@@ -195,7 +195,7 @@ class AttemptRunner:
         except BaseException as exc:
             return self._fail(exc, fence)
         finally:
-            exit_if_forked_from(self._pid)
+            exit_if_forked(self._fork_mark)
         return None
 
     def run_chain(self, run: Run, advance: Callable[[Run], Run | None]) -> None:
@@ -228,7 +228,7 @@ class AttemptRunner:
         return inputs._replace(packed=tuple(packed))
 
     def _fail(self, exc: BaseException, fence: int) -> Failure:
-        exit_if_forked_from(self._pid)
+        exit_if_forked(self._fork_mark)
         strip_forq_frames(exc)
         if self._interrupted is not None:
             return _describe_interruption(exc, self._interrupted)

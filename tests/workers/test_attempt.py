@@ -1,6 +1,8 @@
 """One attempt: the arguments of the handler, and every possible outcome."""
 
 import asyncio
+import ctypes
+import os
 import pickle
 import time
 from datetime import UTC, datetime, timedelta
@@ -165,6 +167,19 @@ def test_an_unknown_type_fails_permanently_and_lists_the_known_types() -> None:
 @pytest.mark.parametrize("record", [b"", b"rubbish", b"p5 1\n{not json", b"p5 x\n[null,null,1]", b"c5 1 2\n[1,2,3]"])
 def test_a_broken_record_fails_its_job_but_not_the_worker(record: bytes) -> None:
     assert attempt(lambda data, job: None, record)["name"] == "InvalidData"
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_process_that_c_code_of_a_handler_forked_ends_when_it_returns(raises: bool) -> None:
+    pids: list[int] = []
+
+    def handle(data: Any, job: Job) -> None:
+        pids.append(ctypes.CDLL(None).fork())
+        if raises:
+            raise ValueError("in both")
+
+    assert (attempt(handle) is not None) is raises
+    assert os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]) == 0
 
 
 @pytest.mark.spec("Q37")
