@@ -79,7 +79,7 @@ class Failure(NamedTuple):
 
 def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, Job]:
     """Decodes a claimed record."""
-    if packed[:1] == b"p":
+    if packed and packed[0] == _PLAIN:
         # The common case, decoded in as few steps as possible: FLAG PRIORITY ' ' ENQUEUED_US '\n' BODY.
         head, _, body = packed.partition(b"\n")
         try:

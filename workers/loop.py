@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from forq.broker.claim import Consumer, Limits, Results, Settled, Turn
 from forq.broker.scripts import Fate
@@ -68,7 +69,7 @@ SLOW_JOB_NS = 10_000_000
 MAX_RESULTS_BYTES = 4 << 20
 
 # Of records without options of their own.
-PLAIN_FLAG = b"p"
+PLAIN_FLAG = ord("p")
 
 # Raw output of shorter jobs may lack a job id: marking the end of every job would cost too much.
 MARK_END_MIN_US = 100
@@ -294,25 +295,26 @@ class WorkerLoop:
         slot_bytes, words, attempts = self.slot.bytes, self.slot.words, self._attempts
         now, is_stopping = self._now, self._stop.is_set
         fence, overrun_ns = int(self._fence), progress.first_started + MAX_BATCH_NS
-        batch, index, ran = progress.jobs, progress.index, progress.ran
+        batch, first, index = progress.jobs, progress.index, progress.index
         base, previous = progress.base, progress.previous
-        count = len(batch)
+        has_failed, settles = bool(self._failed), self._must_settle()
         run: Run | None = None
         # Run times of the jobs before `index` that are not noted as done yet.
         micros: list[int] = []
         # What the positions of jobs that start in the same tick have in common, and when that tick ends.
         in_tick = tick_ends = 0
         started = now()
-        while index < count and not is_stopping():
-            job_id, record = batch[index]
+        for job_id, record in islice(batch, first, None):
+            if is_stopping():
+                break
             # The id before the position: a reader that finds this id must not see the position of the job before.
             write_job(slot_bytes, JOB_AT, job_id)
-            if not self._failed:
+            if not has_failed:
                 if started >= tick_ends:
                     tick = started >> TICK_NS_SHIFT
                     in_tick, tick_ends = (tick & TICK_MASK) << TICK_SHIFT | base | 1, (tick + 1) << TICK_NS_SHIFT
-                if self._own_timeouts or record[:1] != PLAIN_FLAG:
-                    own_ms = self._own_timeout_ms(batch[index])
+                if self._own_timeouts or (record and record[0]) != PLAIN_FLAG:
+                    own_ms = self._own_timeout_ms((job_id, record))
                     if on_loop and own_ms != words[TIMEOUT]:
                         # A chain has one timeout, and the message to the supervisor may block.
                         break
@@ -324,8 +326,8 @@ class WorkerLoop:
             # enough to rescue the batch, that time has passed by now, so `slow` is true here.
             taken = not index and words[TAKEN] == self._number
             slow = previous and now() - previous > SLOW_JOB_NS
-            overrun = ran and started > overrun_ns
-            if slow or overrun or taken or self._failed or self._results_bytes > MAX_RESULTS_BYTES:
+            overrun = started > overrun_ns and (index > first or progress.ran)
+            if slow or overrun or taken or settles:
                 if on_loop:
                     words[POSITION] = base | index << INDEX_SHIFT
                     break
@@ -350,7 +352,6 @@ class WorkerLoop:
             # The end of this job, and the start of the next.
             started = now()
             index += 1
-            ran += 1
             took = (started - previous) // 1000
             if took >= MARK_END_MIN_US:
                 mark_job_end(id_text)
@@ -360,11 +361,16 @@ class WorkerLoop:
             else:
                 self._note_done(batch, index - 1, micros)
                 self._job_ended(job_id, id_text, took, failure)
-                micros, started = [], now()
+                micros, has_failed, settles = [], bool(self._failed), self._must_settle()
+                started = now()
         self._note_done(batch, index, micros)
-        progress.jobs, progress.index, progress.ran = batch, index, ran
-        progress.base, progress.previous = base, previous
+        progress.index, progress.previous = index, previous
+        progress.ran += index - first
         return run
+
+    def _must_settle(self) -> bool:
+        """Whether a turn is due before the next job."""
+        return bool(self._failed) or self._results_bytes > MAX_RESULTS_BYTES
 
     def _confirm_rest(self, progress: BatchProgress) -> bool:
         """Takes a turn within a batch, to learn whether this worker still holds the rest; False if not."""
