@@ -256,9 +256,6 @@ class WorkerLoop:
             self._attempts.run_chain(run, partial(self._continue_batch, progress))
         if progress.lost:
             return
-        # A failed job keeps the position "running" until it is settled: it must not look like a job that is done.
-        if not self._failed:
-            words[POSITION] = progress.base | progress.index << INDEX_SHIFT
         finish_output()
         self._adapt_batch_size((self._now() - progress.first_started) // max(progress.ran, 1))
 
@@ -329,7 +326,6 @@ class WorkerLoop:
             overrun = started > overrun_ns and (index > first or progress.ran)
             if slow or overrun or taken or settles:
                 if on_loop:
-                    words[POSITION] = base | index << INDEX_SHIFT
                     break
                 if slow or overrun:
                     # The jobs behind it are returned anyway, so claim fewer next time.
@@ -345,7 +341,6 @@ class WorkerLoop:
                 progress.started = started
                 break
             if on_loop:
-                words[POSITION] = base | index << INDEX_SHIFT
                 break
             failure = attempts.run(id_text, record, fence)
             previous = started
@@ -363,6 +358,10 @@ class WorkerLoop:
                 self._job_ended(job_id, id_text, took, failure)
                 micros, has_failed, settles = [], bool(self._failed), self._must_settle()
                 started = now()
+        # A failed job keeps the position "running" until it is settled: it must not look like a job that is done. After
+        # any other it is left at once: a job that has ended must not look interrupted.
+        if run is None and not has_failed:
+            words[POSITION] = base | index << INDEX_SHIFT
         self._note_done(batch, index, micros)
         progress.index, progress.previous = index, previous
         progress.ran += index - first
@@ -374,15 +373,12 @@ class WorkerLoop:
 
     def _confirm_rest(self, progress: BatchProgress) -> bool:
         """Takes a turn within a batch, to learn whether this worker still holds the rest; False if not."""
-        words, index = self.slot.words, progress.index
-        progress.turn_due = False
-        if not self._failed:
-            words[POSITION] = progress.base | index << INDEX_SHIFT
+        index, progress.turn_due = progress.index, False
         turn = self._take_turn(keep=len(progress.jobs) - index, want=0)
         if turn is None or not turn.held:
             progress.lost = True
             return False
-        words[STATE] = State.BUSY
+        self.slot.words[STATE] = State.BUSY
         self._apply_limits()
         progress.jobs, progress.index = progress.jobs[index:], 0
         progress.base, progress.previous = self._turn_bits(), 0
