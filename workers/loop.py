@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from forq.broker.claim import Consumer, Limits, Results, Settled, Turn
 from forq.broker.scripts import Fate
@@ -28,6 +29,7 @@ from forq.procs.scoreboard import (
     GUARDED,
     HELD,
     INDEX_SHIFT,
+    JOB_AT,
     POSITION,
     STARTED,
     STATE,
@@ -42,6 +44,7 @@ from forq.procs.scoreboard import (
     Slot,
     State,
     WorkerStats,
+    write_job,
 )
 from forq.workers.attempt import NO_RESULT, AttemptRunner, Failure
 from forq.workers.event_loop import Cancelled, Run
@@ -70,10 +73,13 @@ SLOW_JOB_NS = 10_000_000
 MAX_RESULTS_BYTES = 4 << 20
 
 # Of records without options of their own.
-PLAIN_FLAG = b"p"
+PLAIN_FLAG = ord("p")
 
 # Raw output of shorter jobs may lack a job id: marking the end of every job would cost too much.
 MARK_END_MIN_US = 100
+
+# As they are sent: packing a number takes five times as long as packing bytes. Run times are often that short.
+SMALL_NUMBERS = tuple(b"%d" % number for number in range(100))
 
 REFUSED_LOG_INTERVAL_NS = 60 * 10**9
 DROPPED_LOG_INTERVAL_NS = 10**9
@@ -101,7 +107,7 @@ class TurnNumbers:
 class BatchProgress:
     """How far a worker has run its batch: either its thread or the event loop continues with it."""
 
-    __slots__ = ("base", "first_started", "index", "jobs", "lost", "previous", "ran", "started")
+    __slots__ = ("base", "first_started", "index", "jobs", "lost", "previous", "ran", "started", "turn_due")
 
     def __init__(self, jobs: Batch, base: int, now_ns: int) -> None:
         # The jobs of the last turn; the turn number, as it stands in a position; the next job.
@@ -109,6 +115,8 @@ class BatchProgress:
         # Start times: of the batch, of the current job, and of the job before it in this turn (0: none).
         self.first_started, self.started, self.previous = now_ns, 0, 0
         self.ran = 0
+        # A turn is due before the next job.
+        self.turn_due = False
         # The rest belongs to other workers, or the worker was stopped.
         self.lost = False
 
@@ -256,9 +264,6 @@ class WorkerLoop:
             self._attempts.run_chain(run, partial(self._continue_batch, progress))
         if progress.lost:
             return
-        # A failed job keeps the position "running" until it is settled: it must not look like a job that is done.
-        if not self._failed:
-            words[POSITION] = progress.base | progress.index << INDEX_SHIFT
         finish_output()
         self._adapt_batch_size((self._now() - progress.first_started) // max(progress.ran, 1))
 
@@ -266,7 +271,10 @@ class WorkerLoop:
         """On the event loop: the coroutine of the current job has ended. Returns the one of the next job; None if the
         worker's thread has to continue: the batch has ended, a turn is due, or the next handler is not async."""
         failure = self._attempts.end(run, int(self._fence))
-        self._job_ended(progress.jobs[progress.index][0], run.job_id or "", progress.started, failure)
+        micros = (self._now() - progress.started) // 1000
+        if micros >= MARK_END_MIN_US:
+            mark_job_end(run.job_id or "")
+        self._job_ended(progress.jobs[progress.index][0], run.job_id or "", micros, failure)
         progress.previous = progress.started
         progress.index += 1
         progress.ran += 1
@@ -281,76 +289,122 @@ class WorkerLoop:
         """Runs the rest of the batch, up to the first job with an async handler: returns its coroutine.
 
         On the event loop, where nothing may block, it returns None before a turn and before other handlers."""
+        while True:
+            run = self._run_until_turn(progress, on_loop=on_loop)
+            if not progress.turn_due or not self._confirm_rest(progress):
+                return run
+
+    def _run_until_turn(self, progress: BatchProgress, *, on_loop: bool) -> Run | None:
+        """The same, up to the first job before which a turn is due."""
         # Looked up once: these are used for every job.
-        words, attempts, now, is_stopping = self.slot.words, self._attempts, self._now, self._stop.is_set
-        fence, first_started = int(self._fence), progress.first_started
-        batch, index, ran = progress.jobs, progress.index, progress.ran
+        slot_bytes, words, attempts = self.slot.bytes, self.slot.words, self._attempts
+        now, is_stopping = self._now, self._stop.is_set
+        fence, overrun_ns = int(self._fence), progress.first_started + MAX_BATCH_NS
+        batch, first, index = progress.jobs, progress.index, progress.index
         base, previous = progress.base, progress.previous
-        count = len(batch)
+        has_failed, settles = bool(self._failed), self._must_settle()
         run: Run | None = None
-        while index < count and not is_stopping():
-            started = now()
+        # Run times of the jobs before `index` that are not noted as done yet.
+        micros: list[int] = []
+        # What the positions of jobs that start in the same tick have in common, and when that tick ends.
+        in_tick = tick_ends = 0
+        started = now()
+        for job_id, record in islice(batch, first, None):
+            if is_stopping():
+                break
             # The id before the position: a reader that finds this id must not see the position of the job before.
-            self.slot.job = batch[index][0]
-            if not self._failed:
-                position = (started >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT | base | index << INDEX_SHIFT | 1
-                if self._own_timeouts or batch[index][1][:1] != PLAIN_FLAG:
-                    own_ms = self._own_timeout_ms(batch[index])
+            write_job(slot_bytes, JOB_AT, job_id)
+            if not has_failed:
+                if started >= tick_ends:
+                    tick = started >> TICK_NS_SHIFT
+                    in_tick, tick_ends = (tick & TICK_MASK) << TICK_SHIFT | base | 1, (tick + 1) << TICK_NS_SHIFT
+                if self._own_timeouts or (record and record[0]) != PLAIN_FLAG:
+                    own_ms = self._own_timeout_ms((job_id, record))
                     if on_loop and own_ms != words[TIMEOUT]:
                         # A chain has one timeout, and the message to the supervisor may block.
                         break
-                    self._publish_with_timeout(own_ms, position, base | index << INDEX_SHIFT, started)
+                    at = index << INDEX_SHIFT
+                    self._publish_with_timeout(own_ms, in_tick | at, base | at, started)
                 else:
-                    words[POSITION] = position
+                    words[POSITION] = in_tick | index << INDEX_SHIFT
             # TAKEN and the clock are read after the position is published. If pulse saw the previous position for long
             # enough to rescue the batch, that time has passed by now, so `slow` is true here.
             taken = not index and words[TAKEN] == self._number
             slow = previous and now() - previous > SLOW_JOB_NS
-            overrun = ran and started - first_started > MAX_BATCH_NS
-            if on_loop and (slow or overrun or self._results_bytes > MAX_RESULTS_BYTES):
-                words[POSITION] = base | index << INDEX_SHIFT
-                break
-            if slow or overrun:
-                # The jobs behind it are returned anyway, so claim fewer next time.
-                self._max_want = max(1, self._max_want // 2)
-                self._want = min(self._want, self._max_want)
-            if overrun:
-                # The next turn returns the rest.
-                break
-            if self._failed or slow or taken or self._results_bytes > MAX_RESULTS_BYTES:
-                if not self._failed:
-                    words[POSITION] = base | index << INDEX_SHIFT
-                turn = self._take_turn(keep=count - index, want=0)
-                if turn is None or not turn.held:
-                    progress.lost = True
+            overrun = started > overrun_ns and (index > first or progress.ran)
+            if slow or overrun or taken or settles:
+                if on_loop:
                     break
-                words[STATE] = State.BUSY
-                self._apply_limits()
-                batch, count, index = batch[index:], count - index, 0
-                base, previous = self._turn_bits(), 0
-                continue
-            job_id, record = batch[index]
+                if slow or overrun:
+                    # The jobs behind it are returned anyway, so claim fewer next time.
+                    self._max_want = max(1, self._max_want // 2)
+                    self._want = min(self._want, self._max_want)
+                # After an overrun the next turn returns the rest.
+                progress.turn_due = not overrun
+                break
             words[STARTED] = started
             # Another program may have stored an id that is not UTF-8. It must not end the worker.
-            id_text = job_id.decode(errors="replace")
+            id_text = job_id.decode("utf-8", "replace")
             if attempts.chains and (run := attempts.begin(id_text, record, fence)) is not None:
                 progress.started = started
                 break
             if on_loop:
-                words[POSITION] = base | index << INDEX_SHIFT
                 break
-            self._job_ended(job_id, id_text, started, attempts.run(id_text, record, fence))
+            failure = attempts.run(id_text, record, fence)
             previous = started
+            # The end of this job, and the start of the next.
+            started = now()
             index += 1
-            ran += 1
-        progress.jobs, progress.index, progress.ran = batch, index, ran
-        progress.base, progress.previous = base, previous
+            took = (started - previous) // 1000
+            if took >= MARK_END_MIN_US:
+                mark_job_end(id_text)
+                started = now()
+            if failure is None and attempts.result is None:
+                micros.append(took)
+            else:
+                self._note_done(batch, index - 1, micros)
+                self._job_ended(job_id, id_text, took, failure)
+                micros, has_failed, settles = [], bool(self._failed), self._must_settle()
+                started = now()
+        # A failed job keeps the position "running" until it is settled: it must not look like a job that is done. After
+        # any other it is left at once: a job that has ended must not look interrupted.
+        if run is None and not has_failed:
+            words[POSITION] = base | index << INDEX_SHIFT
+        self._note_done(batch, index, micros)
+        progress.index, progress.previous = index, previous
+        progress.ran += index - first
         return run
 
-    def _job_ended(self, job_id: bytes, id_text: str, started: int, failure: Failure | None) -> None:
-        micros = (self._now() - started) // 1000
-        if micros >= MARK_END_MIN_US:
-            mark_job_end(id_text)
+    def _must_settle(self) -> bool:
+        """Whether a turn is due before the next job."""
+        return bool(self._failed) or self._results_bytes > MAX_RESULTS_BYTES
+
+    def _confirm_rest(self, progress: BatchProgress) -> bool:
+        """Takes a turn within a batch, to learn whether this worker still holds the rest; False if not."""
+        index, progress.turn_due = progress.index, False
+        turn = self._take_turn(keep=len(progress.jobs) - index, want=0)
+        if turn is None or not turn.held:
+            progress.lost = True
+            return False
+        self.slot.words[STATE] = State.BUSY
+        self._apply_limits()
+        progress.jobs, progress.index = progress.jobs[index:], 0
+        progress.base, progress.previous = self._turn_bits(), 0
+        return True
+
+    def _note_done(self, batch: Batch, end: int, micros: list[int]) -> None:
+        """Notes that the jobs before `end` have succeeded, without results that are kept: one per run time."""
+        number = len(micros)
+        if number:
+            done: Settled = [self._fence] * (3 * number)
+            done[::3] = [job_id for job_id, _ in batch[end - number : end]]
+            done[2::3] = [SMALL_NUMBERS[each] if each < len(SMALL_NUMBERS) else each for each in micros]
+            self._done += done
+            self._unsettled += number
+            if self._stats is not None:
+                self._micros += micros
+
+    def _job_ended(self, job_id: bytes, id_text: str, micros: int, failure: Failure | None) -> None:
         if failure is None or not failure.interrupted:
             self._unsettled += 1
             if self._stats is not None:
