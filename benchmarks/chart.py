@@ -24,7 +24,7 @@ PANELS = (
 def main() -> None:
     with open(sys.argv[1]) as file:
         results = json.load(file)
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(13, 3.6))
+    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(13, 0.9 + 0.3 * len(results["peers"])))
     for axis, (title, measure, name, more_is_better) in zip(axes, PANELS, strict=True):
         panel(axis, results, title, measure, name, more_is_better)
     machine = results["machine"]

@@ -31,23 +31,23 @@ from benchmarks.figures import Trial, summary
 from benchmarks.measures import FULL, MEASURES, QUICK, Effort, Figures
 from benchmarks.processes import DISTURBED_CORES, Quiet, machine
 from benchmarks.roster import Peer, roster
+from benchmarks.servers import BenchServer, RedisServer, new_server
 from benchmarks.under_load import LOADS, SERVICE_MS, STEADY_CONCURRENCY, backlog, load, load_floor, steady
 from benchmarks.worker import Failed
 from forq.procs.treekill import become_subreaper
-from tests.support.drive.server import Server
 
 HERE = Path(__file__).resolve().parent
 FASTEST = 2
 # Skipped in a quick run.
 SLOW = {"drain2", "backlog"}
-Measure = Callable[[Peer, Server, Effort, int], tuple[Figures, list[float]]]
+Measure = Callable[[Peer, BenchServer, Effort, int], tuple[Figures, list[float]]]
 
 
 @dataclass
 class Run:
     """The trials so far, and their limits."""
 
-    server: Server
+    servers: Mapping[str, BenchServer]
     effort: Effort
     rounds: int
     repeats: int
@@ -81,12 +81,15 @@ class Run:
 
     def _trial(self, name: str, measure: Measure, peer: Peer, number: int) -> Trial:
         trial = Trial(peer.name, name, number)
-        self.server.flush()
+        server = self.servers[peer.database]
         quiet = Quiet()
         try:
-            trial.figures, trial.samples_ms = measure(peer, self.server, self.effort, number)
-        except (Failed, OSError) as exc:
+            server.flush()
+            trial.figures, trial.samples_ms = measure(peer, server, self.effort, number)
+        except (Failed, OSError, installing.Unavailable) as exc:
             trial.error = str(exc)
+        except Exception as exc:  # whatever is wrong with this peer, the others are still measured
+            trial.error = f"{type(exc).__name__}: {exc}"
         trial.foreign_share = round(quiet.foreign_share(), 3)
         trial.disturbed = trial.foreign_share > DISTURBED_CORES
         return trial
@@ -129,6 +132,19 @@ def use_redis_of_debian() -> None:
             print(f"no redis-server: {exc}", file=sys.stderr)
 
 
+def start_others(servers: dict[str, BenchServer], peers: list[Peer], left_out: dict[str, str]) -> None:
+    """Starts the other servers that the peers need. A peer whose server does not start is left out."""
+    for peer in list(peers):
+        if peer.database not in servers:
+            try:
+                servers[peer.database] = new_server(peer.database)
+                servers[peer.database].start()
+            except installing.Unavailable as exc:
+                servers.pop(peer.database).remove()
+                peers.remove(peer)
+                left_out[peer.name] = str(exc)
+
+
 def fastest(run: Run, peers: list[Peer]) -> list[Peer]:
     """forq, and the peers with the highest drain rates."""
     found = run.summaries()
@@ -149,14 +165,18 @@ def measure_all(run: Run, peers: list[Peer], only: set[str], crash_cap_seconds: 
         run.series({f"backlog{size}": partial(backlog, waiting=size) for size in run.effort.backlogs}, chosen)
     if "prototype" in only:
         run.say("prototype")
-        run.server.flush()
-        run.prototype = prototype.measure(run.server, int(50_000 * run.effort.drain_seconds), run.rounds + run.repeats)
+        server = run.servers["redis"]
+        assert isinstance(server, RedisServer)
+        server.flush()
+        run.prototype = prototype.measure(server, int(50_000 * run.effort.drain_seconds), run.rounds + run.repeats)
     if "crash" in only:
         run.trials += crashes(peers, crash_cap_seconds, run.deadline, run.say)
 
 
 def results(run: Run, peers: list[Peer], left_out: dict[str, str], load_before: float, cap: float) -> dict[str, Any]:
-    with run.server.connect() as client:
+    server = run.servers["redis"]
+    assert isinstance(server, RedisServer)
+    with server.connect() as client:
         info = client.info("server")
     name = "Valkey" if info.get("server_name") == "valkey" else "Redis"
     version = info.get("valkey_version") or info["redis_version"]
@@ -175,12 +195,22 @@ def results(run: Run, peers: list[Peer], left_out: dict[str, str], load_before: 
         "crash_cap_seconds": cap,
         "disturbed_cores": DISTURBED_CORES,
         "disturbed_trials": sum(trial.disturbed for trial in run.trials),
-        "peers": {p.name: {"version": p.version, "settings": p.settings, "durable_settings": p.durable} for p in peers},
+        "peers": {peer.name: described(peer) for peer in peers},
         "left_out": left_out,
         "floors": floors,
         "prototype": run.prototype,
         "summaries": run.summaries(),
         "trials": [trial.as_json() for trial in run.trials],
+    }
+
+
+def described(peer: Peer) -> dict[str, Any]:
+    return {
+        "version": peer.version,
+        "released": peer.released and peer.released.isoformat(),
+        "note": peer.note,
+        "settings": peer.settings,
+        "durable_settings": peer.durable,
     }
 
 
@@ -210,7 +240,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="default: 3, quick: 1")
     parser.add_argument("--repeats", type=int, help="of a disturbed trial; default: 3, quick: 0")
     parser.add_argument("--crash-cap", type=float, help="seconds to wait for a lost job; default: 120, quick: 10")
-    parser.add_argument("--minutes", type=float, help="start no trial after this many minutes; default: 120, quick: 4")
+    parser.add_argument("--minutes", type=float, help="begin no trial after so many minutes; default: 120, quick: 4.5")
     parser.add_argument("--output", type=Path, default=HERE / ".results" / "results.json")
     given = parser.parse_args()
     only = set(given.only.split(",")) if given.only else set(every) - (SLOW if given.quick else set())
@@ -221,18 +251,21 @@ def main() -> None:
     use_redis_of_debian()
     # Orphans of a killed worker are adopted by this process and count as its own.
     become_subreaper()
-    load_before, server = os.getloadavg()[0], Server()
+    load_before = os.getloadavg()[0]
     rounds, repeats = given.rounds or (1 if given.quick else 3), 0 if given.quick else 3
     repeats = repeats if given.repeats is None else given.repeats
     cap = given.crash_cap or (10.0 if given.quick else 120.0)
-    deadline = time.monotonic() + 60 * (given.minutes or (4 if given.quick else 120))
-    run = Run(server, QUICK if given.quick else FULL, rounds, repeats, deadline)
+    deadline = time.monotonic() + 60 * (given.minutes or (4.5 if given.quick else 120))
+    servers: dict[str, BenchServer] = {"redis": RedisServer()}
+    run = Run(servers, QUICK if given.quick else FULL, rounds, repeats, deadline)
     try:
-        server.start()
+        servers["redis"].start()
+        start_others(servers, peers, left_out)
         measure_all(run, peers, only, cap)
         found = results(run, peers, left_out, load_before, cap)
     finally:
-        server.remove()
+        for server in servers.values():
+            server.remove()
     given.output.parent.mkdir(parents=True, exist_ok=True)
     given.output.write_text(json.dumps(found, indent=1) + "\n")
     print(file=sys.stderr)

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.figures import poisson_ns
-from benchmarks.processes import Requests, cpu_seconds, tree_pss_mb, used_memory
+from benchmarks.processes import cpu_seconds, tree_pss_mb
 from benchmarks.roster import Peer
+from benchmarks.servers import BenchServer
 from benchmarks.worker import Bench, Failed, Record
-from tests.support.drive.server import Server
 
 
 @dataclass(frozen=True)
@@ -40,27 +40,29 @@ PICKUP_PER_SECOND = 40.0
 _LINES = 1000
 
 
-def enqueue_one(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+def enqueue_one(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
     """Calls per second of one producer that waits for each answer."""
     with Bench(peer, server) as bench:
-        before = cpu_seconds(server.pid)
+        before = server.cpu_seconds()
         count, seconds = bench.enqueue("one", effort.enqueue_seconds, 200_000, timeout_seconds=effort.patience_seconds)
         if not count:
             raise Failed("nothing was enqueued")
-        used = cpu_seconds(server.pid) - before
+        used = server.cpu_seconds() - before
         return {"per_second": count / seconds, "redis_us": used / count * 1e6}, []
 
 
-def enqueue_bulk(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+def enqueue_bulk(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
     """Jobs per second of one producer with the peer's bulk call, 1,000 at a time."""
     jobs = int(min(5 * peer.nominal_rate, 40_000) * effort.enqueue_seconds)
     with Bench(peer, server) as bench:
-        before = used_memory(server)
+        before = server.used_memory()
         count, seconds = bench.fill(jobs, effort.patience_seconds)
-        return {"per_second": count / seconds, "bytes_per_job": (used_memory(server) - before) / count}, []
+        return {"per_second": count / seconds, "bytes_per_job": (server.used_memory() - before) / count}, []
 
 
-def drain(peer: Peer, server: Server, effort: Effort, number: int, workers: int = 1) -> tuple[Figures, list[float]]:
+def drain(
+    peer: Peer, server: BenchServer, effort: Effort, number: int, workers: int = 1
+) -> tuple[Figures, list[float]]:
     """Jobs per second of `workers` workers, and the CPU time per job of the workers and the server."""
     # With two, the window opens when the second has begun, and enough jobs must be left for it.
     jobs = max(200, int(peer.nominal_rate * effort.drain_seconds * (1 if workers == 1 else 4)))
@@ -89,7 +91,7 @@ class Sample(NamedTuple):
 
 def _sample(bench: Bench, pids: list[int]) -> Sample:
     before = len(bench.records())
-    return Sample(before, cpu_seconds(*pids), cpu_seconds(bench.server.pid), len(bench.records()))
+    return Sample(before, cpu_seconds(*pids), bench.server.cpu_seconds(), len(bench.records()))
 
 
 def costs(opened: Sample, closed: Sample, block: int) -> Figures:
@@ -104,7 +106,7 @@ def costs(opened: Sample, closed: Sample, block: int) -> Figures:
     }
 
 
-def drain_two(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+def drain_two(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
     return drain(peer, server, effort, number, workers=2)
 
 
@@ -123,7 +125,7 @@ def drain_rate(records: list[Record], block: int, workers: int) -> float:
     return inside * block / ((closed_ns - opened_ns) / 1e9)
 
 
-def pickup(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+def pickup(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
     """How long a job waits for an idle worker: from its enqueue to the start of its handler."""
     with Bench(peer, server) as bench:
         bench.work()
@@ -134,14 +136,14 @@ def pickup(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Fig
         return {}, [(record.started_ns - record.sent_ns) / 1e6 for record in records]
 
 
-def idle(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+def idle(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
     """Memory, CPU and requests of an idle worker that has run a job."""
     with Bench(peer, server) as bench:
         worker = bench.work()
         bench.warm(effort.patience_seconds)
         time.sleep(1.0)  # work left over from the first job is not idle time
         pids = bench.pids()
-        requests, cpu, began = Requests(server), cpu_seconds(*pids), time.monotonic()
+        requests, cpu, began = server.requests(), cpu_seconds(*pids), time.monotonic()
         time.sleep(effort.idle_seconds)
         seconds = time.monotonic() - began
         return {

@@ -1,9 +1,9 @@
 # Sidekiq: the verbs of verbs.py, and the job of job_run.py.
-# Fast: 10 threads; `bulk` is push_bulk. `work` runs Sidekiq's own command line with this file as the application.
+# Fast: 10 threads, the hiredis driver; `bulk` is push_bulk. `work` runs Sidekiq's own command line with this file as the application.
 
 require 'sidekiq'
 
-SERVER = { url: "unix://#{ENV.fetch('BENCH_SOCKET')}" }.freeze
+SERVER = { url: "unix://#{ENV.fetch('BENCH_SOCKET')}", driver: :hiredis }.freeze
 Sidekiq.configure_client { |config| config.redis = SERVER }
 Sidekiq.configure_server { |config| config.redis = SERVER }
 Sidekiq.logger.level = Logger::ERROR
