@@ -5,7 +5,7 @@
 1. Installs the peers (installing.py); an unavailable one is listed with the reason and skipped.
 2. Rounds: each measure of measures.py for each peer, in rotating order. A trial during which other processes used more
    than 20 % of a core is repeated, and not averaged in.
-3. For forq and the two fastest to drain: under_load.py. For all: crash.py. The limit: prototype.py.
+3. For forq and the two fastest to drain: under_load.py. The limit, beside forq: prototype.py. For all: crash.py.
 4. Writes results.json, prints the tables (tables.py), draws the chart (chart.py).
 """
 
@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks import installing, prototype, tables
 from benchmarks.crash import crashes
 from benchmarks.figures import Trial, summary
-from benchmarks.measures import FULL, MEASURES, QUICK, Effort, Figures
+from benchmarks.measures import FULL, MEASURES, QUICK, Effort, Figures, drain
 from benchmarks.processes import DISTURBED_CORES, Quiet, machine
 from benchmarks.roster import Peer, roster
 from benchmarks.servers import BenchServer, RedisServer, new_server
@@ -53,7 +53,6 @@ class Run:
     repeats: int
     deadline: float
     trials: list[Trial] = field(default_factory=list)
-    prototype: dict[int, dict[str, Any]] = field(default_factory=dict)
     began: float = field(default_factory=time.monotonic)
 
     def series(self, measures: Mapping[str, Measure], peers: list[Peer]) -> None:
@@ -153,6 +152,25 @@ def fastest(run: Run, peers: list[Peer]) -> list[Peer]:
     return [peer for peer in peers if peer.name == "forq"] + others[:FASTEST]
 
 
+def limit(run: Run, forq: Peer) -> None:
+    """The bare loops and a drain of forq in turn, so that their ratio does not depend on when each ran."""
+    loops = {batch: Peer(bare_loop(batch), "", "", 0, lambda _: None) for batch in prototype.BATCHES}
+
+    def measure(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+        assert isinstance(server, RedisServer)
+        batch = next(batch for batch, loop in loops.items() if loop is peer)
+        return prototype.measure(server, int(50_000 * effort.drain_seconds), batch), []
+
+    def either(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+        return (drain if peer is forq else measure)(peer, server, effort, number)
+
+    run.series({"limit": either}, [*loops.values(), forq])
+
+
+def bare_loop(batch: int) -> str:
+    return f"bare loop, {batch} at a time"
+
+
 def measure_all(run: Run, peers: list[Peer], only: set[str], crash_cap_seconds: float) -> None:
     run.series({name: measure for name, measure in MEASURES.items() if name in only}, peers)
     chosen = fastest(run, peers)
@@ -164,11 +182,7 @@ def measure_all(run: Run, peers: list[Peer], only: set[str], crash_cap_seconds: 
     if "backlog" in only:
         run.series({f"backlog{size}": partial(backlog, waiting=size) for size in run.effort.backlogs}, chosen)
     if "prototype" in only:
-        run.say("prototype")
-        server = run.servers["redis"]
-        assert isinstance(server, RedisServer)
-        server.flush()
-        run.prototype = prototype.measure(server, int(50_000 * run.effort.drain_seconds), run.rounds + run.repeats)
+        limit(run, chosen[0])
     if "crash" in only:
         run.trials += crashes(peers, crash_cap_seconds, run.deadline, run.say)
 
@@ -180,6 +194,8 @@ def results(run: Run, peers: list[Peer], left_out: dict[str, str], load_before: 
         info = client.info("server")
     name = "Valkey" if info.get("server_name") == "valkey" else "Redis"
     version = info.get("valkey_version") or info["redis_version"]
+    summaries = run.summaries()
+    bare = {batch: summaries.pop(bare_loop(batch), None) for batch in prototype.BATCHES}
     floors = {f"load{p}": load_floor(p, run.effort.load_seconds, run.rounds) for p in LOADS}
     return {
         "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -198,8 +214,8 @@ def results(run: Run, peers: list[Peer], left_out: dict[str, str], load_before: 
         "peers": {peer.name: described(peer) for peer in peers},
         "left_out": left_out,
         "floors": floors,
-        "prototype": run.prototype,
-        "summaries": run.summaries(),
+        "prototype": {batch: found for batch, found in bare.items() if found is not None},
+        "summaries": summaries,
         "trials": [trial.as_json() for trial in run.trials],
     }
 
