@@ -22,6 +22,7 @@ class Effort:
     enqueue_seconds: float
     drain_seconds: float
     pickup_jobs: int
+    trickle_seconds: float
     idle_seconds: float
     steady_seconds: float
     load_seconds: float
@@ -31,11 +32,14 @@ class Effort:
     patience_seconds: float = 90.0
 
 
-FULL = Effort(3.0, 4.0, 400, 5.0, 5.0, 40.0, (10, 10_000, 1_000_000), 5_000)
-QUICK = Effort(0.5, 0.7, 100, 1.0, 1.0, 5.0, (10, 10_000), 1_000, patience_seconds=40.0)
+FULL = Effort(3.0, 4.0, 400, 10.0, 5.0, 5.0, 40.0, (10, 10_000, 1_000_000), 5_000)
+QUICK = Effort(0.5, 0.7, 100, 3.0, 1.0, 1.0, 5.0, (10, 10_000), 1_000, patience_seconds=40.0)
 
 Figures = dict[str, float]
 PICKUP_PER_SECOND = 40.0
+TRICKLE_PER_SECOND = 200.0
+# Jobs of a trickle that come before the measurement.
+_TRICKLE_WARM_UP = 200
 # One line per this many parts of a drain.
 _LINES = 1000
 
@@ -136,6 +140,27 @@ def pickup(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tupl
         return {}, [(record.started_ns - record.sent_ns) / 1e6 for record in records]
 
 
+def trickle(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+    """The CPU time per job of the workers and the server while jobs come one by one, 200 a second at random times.
+
+    Includes what the server needs to take in the job, and what both would need while idle.
+    """
+    jobs = _TRICKLE_WARM_UP + round(TRICKLE_PER_SECOND * effort.trickle_seconds)
+    with Bench(peer, server) as bench:
+        bench.work()
+        bench.warm(effort.patience_seconds)
+        known = len(bench.records())
+        with bench.arriving(poisson_ns(TRICKLE_PER_SECOND, jobs, number)):
+            bench.wait_for_records(known + _TRICKLE_WARM_UP, effort.patience_seconds, look_seconds=0.05)
+            pids = bench.pids()
+            opened = _sample(bench, pids)
+            allowed_seconds = effort.patience_seconds + effort.trickle_seconds
+            records = bench.wait_for_records(known + jobs, allowed_seconds, look_seconds=0.05)
+            closed = _sample(bench, pids)
+        waits = [(record.started_ns - record.sent_ns) / 1e6 for record in records[known + _TRICKLE_WARM_UP :]]
+        return costs(opened, closed, block=1), waits
+
+
 def idle(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
     """Memory, CPU and requests of an idle worker that has run a job."""
     with Bench(peer, server) as bench:
@@ -168,5 +193,6 @@ MEASURES = {
     "drain": drain,
     "drain2": drain_two,
     "pickup": pickup,
+    "trickle": trickle,
     "idle": idle,
 }

@@ -80,6 +80,19 @@ def _rate(results: Results, peer: str, measure: str) -> float | None:
     return rate
 
 
+def trickle(results: Results) -> str:
+    """Jobs that come one by one, 200 a second."""
+    head = ["", "server µs/job", "worker µs/job", "both", "pickup p50 / p99 ms"]
+    rows = []
+    for peer in results["peers"]:
+        found = results["summaries"].get(peer, {}).get("trickle", {})
+        costs = [found.get("redis_us"), found.get("worker_us")]
+        both = number(sum(costs)) + _mark(found) if None not in costs else NOT_MEASURED
+        single = [cell(results, peer, "trickle", name) for name in ("redis_us", "worker_us")]
+        rows.append([peer, *single, both, cell(results, peer, "trickle", "p50_ms", "p99_ms")])
+    return markdown(head, rows)
+
+
 def waiting(results: Results) -> str:
     head = ["", "pickup p50 / p99 ms", "idle PSS MB", "idle CPU %", "idle requests/s"]
     head += ["job's process killed: again after s", "whole worker killed: s"]
@@ -214,6 +227,7 @@ TABLES: dict[str, Callable[[Results], str]] = {
     "conditions": conditions,
     "speed": speed,
     "waiting": waiting,
+    "trickle": trickle,
     "steady": steady,
     "load": load,
     "backlog": backlog,

@@ -24,7 +24,7 @@ from benchmarks.servers import RedisServer
 from benchmarks.tables import markdown, number
 from forq.procs.treekill import become_subreaper
 
-EFFORT = Effort(1.5, 1.5, 0, 0.0, 0.0, 0.0, (), 0, patience_seconds=60.0)
+EFFORT = Effort(1.5, 1.5, 0, 0.0, 0.0, 0.0, 0.0, (), 0, patience_seconds=60.0)
 PEER_ROUNDS = 3
 # The least share of the handler's rate that a task may have.
 LEAST_SHARE = {"enqueue": 0.85, "bulk": 0.5, "drain": 0.85}

@@ -6,6 +6,8 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -86,6 +88,29 @@ class Bench:
     def arrive(self, times_ns: list[int], service_ms: float = 0.0) -> None:
         """Sends jobs at these times; returns when the last was sent."""
         self.enqueue("arrivals", self._times(times_ns), service_ms, timeout_seconds=times_ns[-1] / 1e9 * 3 + 30)
+
+    @contextmanager
+    def arriving(self, times_ns: list[int]) -> Iterator[None]:
+        """Sends jobs at these times meanwhile."""
+        command = self.peer.verb("arrivals", self._times(times_ns), 0)
+        with open(self._directory / "log", "ab") as log:
+            sender = subprocess.Popen(
+                command,
+                env=self.peer.full_environ(**self._settings),
+                cwd=self.peer.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            yield
+            if sender.wait(_STOP_SECONDS):
+                raise Failed(f"arrivals ended with {sender.returncode}: {self.log_end()}")
+        except subprocess.TimeoutExpired as exc:
+            raise Failed("arrivals did not end") from exc
+        finally:
+            sender.kill()
+            sender.wait()
 
     def _times(self, times_ns: list[int]) -> Path:
         path = self._directory / "arrivals"

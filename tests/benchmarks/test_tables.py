@@ -18,6 +18,7 @@ from benchmarks.tables import (
     release,
     settings,
     speed,
+    trickle,
     versions,
     waiting,
 )
@@ -92,6 +93,12 @@ def test_the_speed_table_shows_how_many_times_faster_forq_is(results: dict[str, 
 def test_a_peer_without_a_bulk_call_has_no_ratio(results: dict[str, Any]) -> None:
     huey = columns(speed(results).splitlines()[3])
     assert huey[2:4] == ["\N{EN DASH}", ""]
+
+
+def test_the_trickle_table_adds_up_what_a_job_costs(results: dict[str, Any]) -> None:
+    _, _, forq, huey = map(columns, trickle(results).splitlines())
+    assert forq == ["forq", "400", "260", "660", "0.50 / 1.50"]
+    assert huey == ["huey", "150", "\N{EN DASH}", "\N{EN DASH}", "0.50 / 1.50"]
 
 
 def test_forq_is_compared_with_the_bare_loop_that_ran_beside_it(results: dict[str, Any]) -> None:
