@@ -89,6 +89,25 @@ def test_repetition_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [trial.disturbed for trial in run.trials] == [True] * 3
 
 
+def test_repeats_of_all_trials_share_a_limited_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = run_of(monkeypatch, Shares(*[0.5] * 4))
+    run.spare_seconds = 1e-9
+    run.series({"drain": measure, "idle": measure}, [peer()])
+    assert [(trial.measure, trial.disturbed) for trial in run.trials] == [("drain", True)] * 2 + [("idle", True)]
+
+
+def test_an_error_that_nobody_expected_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def odd(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+        raise IndexError("no records")
+
+    run = run_of(monkeypatch, Shares(0.0, 0.0))
+    run.series({"drain": odd, "idle": measure}, [peer()])
+    assert [(trial.measure, trial.error) for trial in run.trials] == [
+        ("drain", "IndexError: no records"),
+        ("idle", None),
+    ]
+
+
 def test_a_failing_peer_is_reported_and_does_not_stop_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     def hangs(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
         if peer.name == "rq":
