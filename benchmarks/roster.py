@@ -49,15 +49,17 @@ class Peer:
         return {**clean, **self.environ, **more}
 
 
-def _python(*packages: str, undeclared: tuple[str, ...] = (), driver: str = "redis") -> Callable[[Peer], None]:
-    """`packages`: the queue first, with extras. `undeclared`: dependencies that the packages import without declaring
-    them. `driver`: the client library of its server."""
+def _python(
+    *packages: str, undeclared: tuple[str, ...] = (), driver: str = "redis", **environ: str
+) -> Callable[[Peer], None]:
+    """`packages`: the queue first. `undeclared`: dependencies that the packages import without declaring them.
+    `driver`: the client library of its server. `environ`: settings that the queue reads from its environment."""
 
     def install(peer: Peer) -> None:
         drivers = ["redis[hiredis]"] if driver == "redis" else [driver]
         python = installing.python_venv(peer.name, [*packages, *undeclared, *drivers])
         peer.command = [str(python), str(PROGRAMS / f"{peer.name}_peer.py")]
-        peer.environ = {"PYTHONPATH": str(PROGRAMS)}
+        peer.environ = {"PYTHONPATH": str(PROGRAMS), **environ}
         peer.version = installing.python_versions(python, [*packages, driver])
         name, version = peer.version.partition(",")[0].split()
         peer.released = released.on_pypi(name, version)
@@ -115,7 +117,14 @@ def roster() -> list[Peer]:
         Peer("sidekiq", "10 threads, hiredis", same, 9_000, _sidekiq),
         Peer("bullmq", "concurrency 50, removeOnComplete", same, 8_000, _bullmq),
         Peer("huey", "4 threads, blocking, no results", same, 5_000, _python("huey"), bulk=False),
-        Peer("dramatiq", "8 threads, no middleware but Retries", same, 2_500, _python("dramatiq"), bulk=False),
+        Peer(
+            "dramatiq",
+            "8 threads, prefetch 100, worker_timeout 50 ms, no middleware but Retries",
+            same,
+            4_000,
+            _python("dramatiq", dramatiq_queue_prefetch="100"),
+            bulk=False,
+        ),
         Peer(
             "taskiq",
             f"uvloop, list broker, 100 tasks, prefetch 100; {at_once}",
@@ -125,7 +134,7 @@ def roster() -> list[Peer]:
         ),
         Peer(
             "docket",
-            "uvloop, 50 tasks, execution_ttl 0",
+            "uvloop, 500 tasks, minimum_check_interval 50 ms, execution_ttl 0",
             "redelivery_timeout 10 s",
             1_000,
             _python("pydocket", "uvloop"),

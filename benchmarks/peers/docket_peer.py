@@ -1,4 +1,8 @@
-"""Docket, 50 tasks at a time, without state and results ("fire and forget"). Durable: redelivery after 10 s."""
+"""Docket, 500 tasks at a time, without state and results ("fire and forget"). Durable: redelivery after 10 s.
+
+A worker whose tasks are all taken sleeps for minimum_check_interval, so no more than 500 tasks start per interval; with
+the defaults, 10 tasks and 250 ms, it would be 40 a second.
+"""
 
 import logging
 from datetime import timedelta
@@ -7,7 +11,7 @@ import job_run
 import verbs
 from docket import Docket, Worker
 
-concurrency = verbs.CONCURRENCY or 50
+concurrency = verbs.CONCURRENCY or 500
 # Its guide: at least as many connections as tasks.
 url = f"unix://{verbs.SOCKET}?max_connections={concurrency + 50}"
 docket = Docket(name="bench", url=url, execution_ttl=timedelta(0))
@@ -30,7 +34,9 @@ async def send_many(arguments):
 
 async def work():
     logging.getLogger("docket").setLevel(logging.ERROR)
-    options = {"redelivery_timeout": timedelta(seconds=10)} if verbs.DURABLE else {}
+    options = {"minimum_check_interval": timedelta(milliseconds=50)}
+    if verbs.DURABLE:
+        options["redelivery_timeout"] = timedelta(seconds=10)
     async with docket, Worker(docket, concurrency=concurrency, **options) as worker:
         await worker.run_forever()
 

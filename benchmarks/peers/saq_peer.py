@@ -5,10 +5,13 @@ from contextlib import suppress
 
 import job_run
 import verbs
-from saq import Queue, Worker
+from redis import asyncio as redis
+from saq import Worker
+from saq.queue.redis import RedisQueue
 
 HEARTBEAT_SECONDS = 10
-queue = Queue.from_url(f"unix://{verbs.SOCKET}", name="bench", max_concurrent_ops=100)
+# Queue.from_url accepts no Unix socket.
+queue = RedisQueue(redis.from_url(f"unix://{verbs.SOCKET}"), name="bench", max_concurrent_ops=100)
 # Its timeout of 10 s would end the longer jobs. ttl -1: nothing remains of a job that is done.
 options = {"ttl": -1, "timeout": 0}
 if verbs.DURABLE:
