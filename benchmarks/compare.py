@@ -26,7 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import installing, prototype, tables
-from benchmarks.crash import crashes
+from benchmarks.crash import DEATHS, crashes
 from benchmarks.figures import Trial, summary
 from benchmarks.measures import FULL, MEASURES, QUICK, Effort, Figures, drain
 from benchmarks.processes import DISTURBED_CORES, Quiet, machine
@@ -41,7 +41,7 @@ FASTEST = 2
 # For repeats of disturbed trials, in all: a busy machine must not make a run take hours.
 SPARE_SECONDS = 15 * 60
 # Skipped in a quick run.
-SLOW = {"drain2", "backlog"}
+SLOW = {"drain2", "load", "backlog", "crash_worker"}
 Measure = Callable[[Peer, BenchServer, Effort, int], tuple[Figures, list[float]]]
 
 
@@ -189,8 +189,8 @@ def measure_all(run: Run, peers: list[Peer], only: set[str], crash_cap_seconds: 
         run.series({f"backlog{size}": partial(backlog, waiting=size) for size in run.effort.backlogs}, chosen)
     if "prototype" in only:
         limit(run, chosen[0])
-    if "crash" in only:
-        run.trials += crashes(peers, crash_cap_seconds, run.deadline, run.say)
+    if deaths := [death for death in DEATHS if f"crash_{death}" in only]:
+        run.trials += crashes(peers, deaths, crash_cap_seconds, run.deadline, run.say)
 
 
 def results(run: Run, peers: list[Peer], left_out: dict[str, str], load_before: float, cap: float) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def draw(results_path: Path, chart_path: Path) -> None:
 
 
 def main() -> None:
-    every = [*MEASURES, "steady", "load", "backlog", "prototype", "crash"]
+    every = [*MEASURES, "steady", "load", "backlog", "prototype", *(f"crash_{death}" for death in DEATHS)]
     names = [peer.name for peer in roster() if peer.name != "forq"]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one round of few jobs: less than 5 minutes")

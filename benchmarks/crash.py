@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
@@ -43,11 +43,13 @@ class _Killed:
         return bool(again)
 
 
-def crashes(peers: list[Peer], cap_seconds: float, deadline: float, say: Callable[[str], None]) -> list[Trial]:
+def crashes(
+    peers: list[Peer], deaths: Sequence[str], cap_seconds: float, deadline: float, say: Callable[[str], None]
+) -> list[Trial]:
     """A trial per peer and death; one without figures did not run again in time. None begins after the deadline."""
     trials, waiting = [], []
     with ExitStack() as stack:
-        for death in DEATHS:
+        for death in deaths:
             for peer in peers:
                 say(f"crash, {death} killed: {peer.name}")
                 trial = Trial(peer.name, f"crash_{death}", 0)

@@ -165,7 +165,7 @@ def roster() -> list[Peer]:
         Peer("rq", "SimpleWorker, result_ttl 0", "Worker (forks per job), Retry(max=3)", 250, _python("rq")),
         Peer(
             "procrastinate",
-            "PostgreSQL without fsync, uvloop, 20 jobs, 21 connections, done jobs deleted",
+            "PostgreSQL without fsync, uvloop, 10 jobs, 11 connections, done jobs deleted",
             "stalled jobs retried every minute",
             300,
             _procrastinate,

@@ -1,4 +1,4 @@
-"""Procrastinate on PostgreSQL, 20 jobs at a time and as many connections; jobs that are done are deleted.
+"""Procrastinate on PostgreSQL, 10 jobs at a time and as many connections; jobs that are done are deleted.
 
 Durable: the periodic task of its guide that retries stalled jobs, every minute.
 """
@@ -9,7 +9,7 @@ import job_run
 import verbs
 from procrastinate import App, PsycopgConnector
 
-concurrency = verbs.CONCURRENCY or 20
+concurrency = verbs.CONCURRENCY or 10
 # Its guide: for short jobs as many connections as jobs at a time, plus one. A producer needs few.
 pool = {"min_size": 1, "max_size": concurrency + 1}
 app = App(connector=PsycopgConnector(conninfo=f"host={verbs.SOCKET} user=postgres dbname=bench", **pool))
