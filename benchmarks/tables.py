@@ -151,12 +151,12 @@ def versions(results: Results) -> str:
     rows = [[name, peer["version"], release(peer, results["taken_at"])] for name, peer in results["peers"].items()]
     rows += [[name, "left out", ""] for name in results["left_out"]]
     reasons = [f"Left out: {name}: {reason}" for name, reason in results["left_out"].items()]
-    failures = {
-        f"Failed: {trial['peer']}, {trial['measure']}: {trial['error']}"
-        for trial in results["trials"]
-        if trial["error"]
-    }
-    return "\n\n".join([markdown(["", "version", "released"], rows), *map(_wrapped, [*reasons, *sorted(failures)])])
+    failed: dict[tuple[str, str], list[str]] = {}
+    for trial in results["trials"]:
+        if trial["error"]:
+            failed.setdefault((trial["measure"], trial["error"]), []).append(trial["peer"])
+    failures = [f"Failed: {', '.join(peers)}, {measure}: {error}" for (measure, error), peers in failed.items()]
+    return "\n\n".join([markdown(["", "version", "released"], rows), *map(_wrapped, [*reasons, *failures])])
 
 
 def settings(results: Results) -> str:

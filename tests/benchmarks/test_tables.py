@@ -135,6 +135,11 @@ def test_skipped_and_failed_peers_are_listed_with_the_reason(results: dict[str, 
     assert "Failed: huey, idle: it hung" in text
 
 
+def test_peers_that_failed_alike_share_a_line(results: dict[str, Any]) -> None:
+    results["trials"].append({"peer": "forq", "measure": "idle", "error": "it hung"})
+    assert "\nFailed: huey, forq, idle: it hung\n" in versions(results) + "\n"
+
+
 def test_every_table_has_a_place_on_the_page() -> None:
     page = (ROOT / "docs/design/performance.md").read_text()
     assert set(re.findall(r"<!-- table ([a-z]+) -->", page)) == set(TABLES)
