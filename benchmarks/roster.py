@@ -114,12 +114,12 @@ def roster() -> list[Peer]:
     at_once = "bulk: 100 calls at a time"
     return [
         Peer("forq", "defaults: journal, fences and counts on", same, 50_000, _forq, polite=True),
-        Peer("sidekiq", "10 threads, hiredis", same, 9_000, _sidekiq),
-        Peer("bullmq", "concurrency 50, removeOnComplete", same, 8_000, _bullmq),
-        Peer("huey", "4 threads, blocking, no results", same, 5_000, _python("huey"), bulk=False),
+        Peer("sidekiq", "5 threads, hiredis", same, 9_000, _sidekiq),
+        Peer("bullmq", "concurrency 100, removeOnComplete", same, 8_000, _bullmq),
+        Peer("huey", "2 threads, blocking, no results", same, 5_000, _python("huey"), bulk=False),
         Peer(
             "dramatiq",
-            "8 threads, prefetch 100, worker_timeout 50 ms, no middleware but Retries",
+            "8 threads, prefetch 100, no middleware but Retries",
             same,
             4_000,
             _python("dramatiq", dramatiq_queue_prefetch="100"),

@@ -1,8 +1,7 @@
 """Dramatiq, 8 threads, prefetch 100, without middleware but the one that retries (its default has seven).
 
-A consumer whose prefetched messages are all taken sleeps longer and longer, at most for worker_timeout: few prefetched
-messages leave the threads without work, and a long timeout lets jobs wait for an idle worker. The roster sets the
-prefetch, which Dramatiq reads from the environment.
+A consumer whose prefetched messages are all taken sleeps, longer each time, so few of them leave the threads without
+work. The roster sets the prefetch, which Dramatiq reads from the environment.
 """
 
 import threading
@@ -20,7 +19,7 @@ noop = dramatiq.actor(job_run.typed if verbs.TYPED else job_run.run, actor_name=
 
 
 def work():
-    Worker(broker, worker_timeout=50, worker_threads=verbs.CONCURRENCY or 8).start()
+    Worker(broker, worker_threads=verbs.CONCURRENCY or 8).start()
     threading.Event().wait()
 
 
