@@ -201,7 +201,7 @@ def results(run: Run, peers: list[Peer], left_out: dict[str, str], load_before: 
     name = "Valkey" if info.get("server_name") == "valkey" else "Redis"
     version = info.get("valkey_version") or info["redis_version"]
     summaries = run.summaries()
-    bare = {batch: summaries.pop(bare_loop(batch), None) for batch in prototype.BATCHES}
+    bare = {batch: summaries.pop(bare_loop(batch), {}).get("limit") for batch in prototype.BATCHES}
     floors = {f"load{p}": load_floor(p, run.effort.load_seconds, run.rounds) for p in LOADS}
     return {
         "taken_at": datetime.now(UTC).isoformat(timespec="seconds"),
