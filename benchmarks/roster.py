@@ -162,7 +162,7 @@ def roster() -> list[Peer]:
             1_000,
             _python("arq", "uvloop"),
         ),
-        Peer("rq", "SimpleWorker, result_ttl 0", "Worker (forks per job), Retry(max=3)", 250, _python("rq")),
+        Peer("rq", "SimpleWorker, JSON, result_ttl 0", "Worker (forks per job), Retry(max=3)", 250, _python("rq")),
         Peer(
             "procrastinate",
             "PostgreSQL without fsync, uvloop, 10 jobs, 11 connections, done jobs deleted",
