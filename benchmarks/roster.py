@@ -111,7 +111,7 @@ def _sidekiq(peer: Peer) -> None:
 
 def roster() -> list[Peer]:
     same = "the same"
-    at_once = "bulk: 100 calls at a time"
+    at_once = "bulk: 20 calls at a time"
     return [
         Peer("forq", "defaults: journal, fences and counts on", same, 50_000, _forq, polite=True),
         Peer("sidekiq", "5 threads, hiredis", same, 9_000, _sidekiq),

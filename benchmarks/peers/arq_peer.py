@@ -1,4 +1,4 @@
-"""arq, 100 jobs at a time, no results kept, polls every 50 ms. Bulk: 100 calls at a time."""
+"""arq, 100 jobs at a time, no results kept, polls every 50 ms. Bulk: 20 calls at a time."""
 
 import asyncio
 
@@ -35,4 +35,4 @@ def work():
 
 
 if __name__ == "__main__":
-    verbs.main(send, None, work, prepare, at_once=100)
+    verbs.main(send, None, work, prepare, at_once=20)

@@ -1,4 +1,4 @@
-"""SAQ, 50 jobs at a time, no results kept. Bulk: 100 calls at a time. Durable: heartbeats, and a sweep every 10 s."""
+"""SAQ, 50 jobs at a time, no results kept. Bulk: 20 calls at a time. Durable: heartbeats, and a sweep every 10 s."""
 
 import asyncio
 from contextlib import suppress
@@ -52,4 +52,4 @@ async def work():
 
 
 if __name__ == "__main__":
-    verbs.main(send, None, lambda: verbs.run(work()), prepare, at_once=100)
+    verbs.main(send, None, lambda: verbs.run(work()), prepare, at_once=20)

@@ -21,4 +21,4 @@ def work():
 
 
 if __name__ == "__main__":
-    verbs.main(noop.kiq, None, work, broker.startup, at_once=100)
+    verbs.main(noop.kiq, None, work, broker.startup, at_once=20)
