@@ -592,7 +592,7 @@ class WorkerLoop:
                 self._arrives_singly = len(turn.jobs) == 2 and self._now() - sent_ns > WAITED_NS
 
     def _settles_while_waiting(self) -> bool:
-        """Whether to settle the last job with the next wait: it had arrived alone, so probably no other one is there."""
+        """Whether to settle the last job with the next wait: it arrived alone, so probably no other one is there."""
         singly, self._arrives_singly = self._arrives_singly, False
         if not singly or len(self._done) != SETTLED_LENGTH or self._failed or self._results:
             return False

@@ -314,7 +314,7 @@ class ReleaseMachine(RuleBasedStateMachine):
         if not self.times_had_come and not moved:
             assert job_id == self.checks.line(before, lane)[0] if lane == "main" else True, "another item was first"
 
-    def _sequence(self) -> str:
+    def _sequence(self) -> int:
         return self.queue.summary().sequence
 
     def _last_entry(self) -> list[Event]:

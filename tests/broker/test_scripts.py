@@ -185,8 +185,8 @@ def test_every_refusal_code_has_its_own_error() -> None:
 
 
 def test_every_per_call_variable_is_reset_when_the_call_begins() -> None:
-    """Variables of all verbs in `begin`, which every call runs, or with the summary, which `open` reads; those of turn.lua
-    at the start of the turn."""
+    """Variables of all verbs in `begin`, which every call runs, or with the summary, which `open` reads; those of
+    turn.lua at the start of the turn."""
     declared = re.findall(r"^local ([a-z_, ]+|KEYS, ARGV)$", source("call"), re.MULTILINE)
     variables = {name for line in declared for name in line.split(", ")}
     assert {"KEYS", "events", "bucket", "has_progress"} <= variables

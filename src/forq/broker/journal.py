@@ -82,10 +82,21 @@ class Summary(NamedTuple):
 
 def read_summary(packed: bytes | None) -> Summary:
     """`packed`: the key `summary` of a queue; None if the queue is absent."""
-    epoch, version, sequence, hash_, size, fence, *rest = (packed or b"0 0 0 - 0 0 0 0 0 1 1 1").decode().split(" ")
-    hints = map(int, rest[:4])
-    text = "" if hash_ == "-" else hash_
-    return Summary(f"{epoch} {version}", int(sequence), text, int(size), fence, *hints, rest[4] == "1", rest[5] == "1")
+    words = (packed or b"0 0 0 - 0 0 0 0 0 1 1 1").decode().split(" ")
+    epoch, version, sequence, hash_, size, fence, other, lane, suspects, due_ms, stale, rare = words
+    return Summary(
+        options=f"{epoch} {version}",
+        sequence=int(sequence),
+        hash="" if hash_ == "-" else hash_,
+        bytes=int(size),
+        fence=fence,
+        other_hints=int(other),
+        lane=int(lane),
+        suspects=int(suspects),
+        first_due_ms=int(due_ms),
+        may_be_stale=stale == "1",
+        may_be_rare=rare == "1",
+    )
 
 
 class Entry(NamedTuple):

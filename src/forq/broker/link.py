@@ -10,7 +10,7 @@
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -224,7 +224,7 @@ class Link:
         answers = self._exchange(commands, OutcomeUnknown)
         return [self._refusal(str(a)) if isinstance(a, Exception) else a for a in answers]
 
-    def replies(self, *commands: tuple[Any, ...]) -> Iterator[Any]:
+    def replies(self, *commands: tuple[Any, ...]) -> Generator[Any, None, None]:
         """Sends several commands about one queue at once; yields each reply, or error, as soon as it arrives.
 
         The caller that does not read them all closes the connection. Not in a cluster.

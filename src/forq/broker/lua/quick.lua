@@ -1,6 +1,6 @@
--- The three calls of a plain job that comes alone, each in as few steps as possible: enqueue, claim (turn), settle. Each
--- returns nil for any other job, queue or call: then nothing has changed, and the verb of that name does it. They work
--- on the cached values of the queue, and set no variable of the call.
+-- The three calls of a plain job that comes alone, each in as few steps as possible: enqueue, claim (turn), settle.
+-- Each returns nil for any other job, queue or call: then nothing has changed, and the verb of that name does it. They
+-- work on the cached values of the queue, and set no variable of the call.
 
 -- Whether the queue needs nothing but what these do, as far as its cached values tell.
 local function is_simple(queue)

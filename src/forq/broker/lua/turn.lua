@@ -372,9 +372,9 @@ end
 --          earlier turns that it expects to hold), lane to claim from ('main' | 'waiting' (main, sent together with the
 --          BLMOVE that waits for a job) | 'retry' | 'suspects'), number done, number failed, then the groups of done
 --          jobs (turns.settle_successes), per failed job (id, fence, micros, error, brief error, kind, retry at (ms,
---          '+ms' from now, or ''), chance (0 to 1), followed by ' ' OPTIONS if its task has some (records.lua)); a failed job of kind
---          'interrupted' or 'cancelled' was ended on request, and has its stack (JSON) and the cause in place of
---          error and brief error; per done job whose result is kept (its number in this turn, from 1,
+--          '+ms' from now, or ''), chance (0 to 1), followed by ' ' OPTIONS if its task has some (records.lua)); a
+--          failed job of kind 'interrupted' or 'cancelled' was ended on request, and has its stack (JSON) and the
+--          cause in place of error and brief error; per done job whose result is kept (its number in this turn, from 1,
 --          followed by ' ' KEEP_MS if that is not the queue's keep_done; result, or '!' and the reason why there is
 --          none)
 -- Returns  {OK, PAUSED or LIMITED (jobs wait but may not start now; the worker will be woken), held (0: the kept jobs
