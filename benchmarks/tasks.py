@@ -4,7 +4,7 @@
 
 Each job has two typed arguments and does nothing. All run on one server, interleaved: three rounds with all, then more
 rounds with forq alone, since its two rows differ by less than the noise of three. The table shows medians. Exits with 1
-if a task is more than 15 % slower than a handler at enqueue or drain, or takes more than four times as long at bulk enqueue.
+if a task is more than 15 % slower than a handler at enqueue or drain, or takes more than four times as long at bulk.
 """
 
 import argparse

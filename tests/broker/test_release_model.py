@@ -314,8 +314,8 @@ class ReleaseMachine(RuleBasedStateMachine):
         if not self.times_had_come and not moved:
             assert job_id == self.checks.line(before, lane)[0] if lane == "main" else True, "another item was first"
 
-    def _sequence(self) -> int:
-        return self.queue.summary().sequence
+    def _sequence(self) -> str:
+        return str(self.queue.summary().sequence)
 
     def _last_entry(self) -> list[Event]:
         return list(read_entry(self.queue.redis.xrevrange(self.queue.key("events"), count=1)[0][1]))

@@ -180,8 +180,10 @@ class Consumer:
     def settle_and_wait(
         self, number: int, want: int, done: Settled, settled: Callable[[list[bytes]], None]
     ) -> Turn | None:
-        """Settles jobs that succeeded, then the same as wait_for_turn, all sent at once. Calls `settled` with the ids that
-        were refused as soon as Redis has replied. None if that failed: then the jobs are not settled."""
+        """Settles jobs that succeeded, then does what wait_for_turn does; all is sent at once.
+
+        Calls `settled` with the refused ids as soon as Redis has settled. None if that failed: nothing is settled.
+        """
         settle = ("FCALL", self._settle.name, 1, self._base, self._epoch, self.processor, self.worker)
         settle += tuple(_groups_of(done))
         replies = self.link.replies(settle, *self._waiting_commands(number, want))
