@@ -37,9 +37,9 @@ function timers.note_new_waiting(number)
   end
 end
 
--- Makes due jobs waiting, in order.
-function timers.promote()
-  if first_due_ms == 0 or first_due_ms > now_ms then return end
+-- Makes due jobs waiting, in order. `looks`: also if none is due according to the summary.
+function timers.promote(looks)
+  if not looks and (first_due_ms == 0 or first_due_ms > now_ms) then return end
   timers.promote_due()
   first_due_ms = timers.first_ms('scheduled') or 0
 end
@@ -374,7 +374,7 @@ function verbs.promote()
   if not epoch then return { NO_QUEUE } end
   leases.lapse()
   leases.expire_items()
-  timers.promote()
+  timers.promote(true)
   limits.wake_if_lifted()
   done.expire(TRIMMED_DONE_PER_CALL)
   flows.continue()

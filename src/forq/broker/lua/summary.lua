@@ -66,6 +66,12 @@ function summary.save()
   end
 end
 
+-- Looks whether the last values are right. Heartbeats do it, so that a wrong one would last for seconds only.
+function summary.check()
+  may_be_stale, stale_known = redis.call('EXISTS', key('stale')) == 1, true
+  may_be_rare = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters')) > 0
+end
+
 -- The queue is gone.
 function summary.forget()
   redis.call('UNLINK', key('summary'))
