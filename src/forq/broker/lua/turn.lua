@@ -425,7 +425,6 @@ end
 
 -- Removes the settled ids from the head of the worker's list. Other ids stay, for the worker's next turn.
 function turns.drop_settled(list)
-  if #settled == 0 then return end
   local gone, others = {}, {}
   for _, id in ipairs(settled) do gone[id] = true end
   for _, id in ipairs(redis.call('LPOP', list, #settled) or {}) do
