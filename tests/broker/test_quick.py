@@ -289,6 +289,11 @@ def limited(its: Scene) -> None:
     its.queue.redis.zadd(its.queue.key("limited"), {"p1 w2": 1})
 
 
+def worker_held_back(its: Scene) -> None:
+    its.change(max_active=1)
+    its.queue.redis.zadd(its.queue.key("limited"), {"p1 w2": 1})
+
+
 def in_list(*ids: str) -> Prepare:
     def prepare(its: Scene) -> None:
         its.queue.redis.delete(its.worker.processing)
@@ -392,7 +397,7 @@ SETTLE: dict[str, tuple[Prepare | None, Change | None]] = {
         lambda its, args: args.__setitem__(slice(3, None), [its.queue.state().owners["a"][3:], 2, "a 7 b 7", "a", "b"]),
     ),
     "a queue that keeps results": (lambda its: its.change(keep_done_ms=60_000), None),
-    "limits": (limited, None),
+    "limits": (worker_held_back, None),
     "a job blocked behind it": (blocked, None),
     "progress": (progress, None),
     "a job of another worker": (active_elsewhere, None),
