@@ -36,7 +36,7 @@ local flows_on
 -- The values in `summary`. last_fence is text.
 local version, sequence, last_hash, journal_bytes, last_fence
 local other_hints, in_lane, suspect_hints, first_due_ms, may_be_stale, may_be_rare
--- Of wake_idle: the number of suspects when it ran last.
+-- The number of suspects when the call began.
 local suspect_hints_before
 -- Fields of the hash `counts` with their new values, and the events of the call.
 local new_counts, events
