@@ -143,6 +143,8 @@ def test_a_call_that_changes_nothing_writes_nothing(queue: OneQueue) -> None:
     worker = queue.worker()
     worker.turn(want=1)
     assert "set" not in commands(queue, lambda: worker.turn(want=1))
+    queue.change_summary(fence=7)
+    assert "set" not in commands(queue, lambda: worker.turn(want=1)), "nor after another library has changed something"
 
 
 def test_a_call_about_an_absent_queue_leaves_no_summary(queue: OneQueue) -> None:

@@ -397,6 +397,24 @@ def test_duplicate_hints_in_a_batch_of_any_size_are_claimed_once(queue: OneQueue
 
 
 @pytest.mark.parametrize("number", [6, 20])
+def test_one_duplicate_hint_in_a_batch_is_claimed_once(queue: OneQueue, number: int) -> None:
+    queue.enqueue(*IDS[:number])
+    queue.redis.rpush(queue.key("pending"), IDS[1])
+    worker = queue.worker()
+    assert worker.turn(want=30) == worker.held() == IDS[:number]
+
+
+@pytest.mark.one_server  # it looks at the server's statistics
+def test_a_claim_of_one_job_looks_at_that_one_only(queue: OneQueue) -> None:
+    queue.enqueue("a")
+    worker = queue.worker()
+    worker.turn()
+    queue.redis.config_resetstat()
+    assert worker.turn(want=1) == ["a"]
+    assert "cmdstat_hlen" not in queue.redis.info("commandstats")
+
+
+@pytest.mark.parametrize("number", [6, 20])
 def test_the_fates_of_failed_jobs_come_before_a_batch_with_duplicate_hints(queue: OneQueue, number: int) -> None:
     queue.enqueue("a")
     worker = queue.worker()
