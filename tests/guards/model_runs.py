@@ -90,7 +90,7 @@ def dump(server: Server) -> str:
     return "\n".join(_lines(server)) + "\n"
 
 
-def _normal(line: str) -> str:
+def normal(line: str) -> str:
     return _HELD.sub(r"\1 <number>", _TIME.sub("<time>", _HASH.sub("<hash>", line)))
 
 
@@ -99,14 +99,14 @@ def _lines(server: Server) -> Iterator[str]:
     redis: Any = server.connect()
     for key in sorted(redis.scan_iter(count=1000)):
         kind = redis.type(key).decode()
-        yield f"{_normal(_text(key))} ({kind}{', expires' if redis.pttl(key) > 0 else ''})"
-        yield from (f"  {_normal(line)}" for line in _ordered(kind, list(_values(redis, key, kind))))
+        yield f"{normal(_text(key))} ({kind}{', expires' if redis.pttl(key) > 0 else ''})"
+        yield from (f"  {normal(line)}" for line in _ordered(kind, list(_values(redis, key, kind))))
     redis.close()
 
 
 def _ordered(kind: str, lines: list[str]) -> list[str]:
     """Members with the same millisecond have no order in a sorted set."""
-    return lines if kind in ("list", "stream") else sorted(lines, key=_normal)
+    return lines if kind in ("list", "stream") else sorted(lines, key=normal)
 
 
 def _values(redis: Any, key: bytes, kind: str) -> Iterator[str]:

@@ -36,7 +36,7 @@ local flows_on
 -- The values in `summary`. last_fence is text.
 local version, sequence, last_hash, journal_bytes, last_fence
 local other_hints, in_lane, suspect_hints, first_due_ms, may_be_stale, may_be_rare
--- Of wake_idle: the number of suspects when it ran last.
+-- The number of suspects when the call began.
 local suspect_hints_before
 -- Fields of the hash `counts` with their new values, and the events of the call.
 local new_counts, events
@@ -158,7 +158,7 @@ local function read_options(of_version)
     cached.rate_count, cached.max_active = option('rate_count'), option('max_active')
     cached.has_limits = cached.rate_count > 0 or cached.max_active > 0
     cached.flows_on = option('flows') == FLOWS_ON or named.flows_used == '1'
-    cached.is_plain = named.mode == 'work' and cached.journal_on and not (cached.flows_on or parent)
+    cached.is_plain = named.mode == 'work' and cached.journal_on and not cached.flows_on
       and option('max_items') == 0
     cached.small_body, cached.keeps_done = math.min(option('max_data'), SMALL_BODY), option('keep_done_ms') > 0
     cached.due_channel = channel('due')

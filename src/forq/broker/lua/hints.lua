@@ -49,7 +49,6 @@ function hints.count_swept(place, number)
   if place == '5' then other_hints = other_hints + number end
   swept_hints = redis.call('HINCRBY', key('stale'), 'swept', number)
   if swept_hints == 0 then redis.call('HDEL', key('stale'), 'swept') end
-  may_be_stale, stale_known = true, false
 end
 
 -- The list with the first hints of a place, and whether it is the swept one.
@@ -137,7 +136,6 @@ end
 function hints.wake_idle(notifies, makes_room)
   -- A unit that was reserved for the last suspect is free.
   if suspect_hints == 0 and suspect_hints_before > 0 then makes_room = true end
-  suspect_hints_before = suspect_hints
   if paused then return end
   local limited_too = makes_room and has_limits
   if on_request then

@@ -62,8 +62,8 @@ end
 -- A worker that waited claims the only id that BLMOVE has moved to it.
 function quick.turn(keys, args)
   local queue, worker, turn = CACHE.queues[keys[1]], args[3], args[4]
-  if args[7] ~= 'waiting' or args[5] ~= '1' or args[6] ~= '0' or not is_simple(queue) or args[1] ~= queue.epoch
-    or queue.paused or queue.has_limits or queue.may_be_stale then
+  if args[7] ~= 'waiting' or args[5] ~= '1' or not is_simple(queue) or args[1] ~= queue.epoch or queue.paused
+    or queue.has_limits or queue.may_be_stale then
     return nil
   end
   local names, us, ms = queue.keys, read_time()
@@ -85,7 +85,7 @@ function quick.turn(keys, args)
   end
   redis.call('HSET', workers, worker, turn)
   turns.publish_claim(queue, ms, worker, turn)
-  local reply = { OK, 1, {}, us, unpack(queue.limits) }
+  local reply = { OK, 0, {}, us, unpack(queue.limits) }
   reply[11], reply[12] = id, packed
   return reply
 end

@@ -75,7 +75,6 @@ end
 -- The queue is gone.
 function summary.forget()
   redis.call('UNLINK', key('summary'))
-  version = nil
 end
 
 -- Increments the version of the options. Call it after each change of them. `of`: the base of this queue or of its fail

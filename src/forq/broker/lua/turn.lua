@@ -192,6 +192,7 @@ function turns.keep_or_return()
 end
 
 -- The common claim: plain records only, of jobs that nobody owns. False if there is another one: nothing has changed.
+-- Never in the retry lane, where bytes are checked.
 function turns.take_plain(ids)
   if #ids <= 1 or #taken > 0 or check_bytes or hints.has_stale() or redis.call('HLEN', key('active')) > 0 then
     return false
@@ -257,7 +258,7 @@ function turns.claim_from(place, skips)
     local ids = hints.pop(place, count)
     if not ids then return skips end
     local before, exhausted_before = #taken, #exhausted
-    if place == RETRY_PLACE or not turns.take_plain(ids) then turns.take(place, ids) end
+    if not turns.take_plain(ids) then turns.take(place, ids) end
     skips = skips - (#ids - (#taken - before)) - SKIPS_PER_BURIAL * (#exhausted - exhausted_before)
   end
   return skips
@@ -425,7 +426,6 @@ end
 
 -- Removes the settled ids from the head of the worker's list. Other ids stay, for the worker's next turn.
 function turns.drop_settled(list)
-  if #settled == 0 then return end
   local gone, others = {}, {}
   for _, id in ipairs(settled) do gone[id] = true end
   for _, id in ipairs(redis.call('LPOP', list, #settled) or {}) do
