@@ -1,6 +1,6 @@
 """Batches: members in any queues, callbacks, reports between queues, members that are lost."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -427,6 +427,28 @@ def test_reports_are_delivered_in_parts(client: Client, queue: OneQueue, other: 
         other.producer.cancel(f"m{number}")
     deliver(other)
     assert (batch.info()["state"], batch.info()["other"]) == ("failed", 3000)
+
+
+def test_reports_that_come_during_a_delivery_are_delivered_by_it(
+    client: Client, queue: OneQueue, other: OneQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first report wakes pulse: the others would wait for the next heartbeat."""
+    with client.batch("q", **callbacks("on_end")) as batch:
+        for number in range(10):
+            batch.enqueue("other", number, id=f"m{number}")
+    left, forget = iter(range(2, 10)), Reports._forget
+
+    def while_others_end(reports: Reports, base: str, name: str, lines: Sequence[bytes]) -> None:
+        if lines and (number := next(left, None)) is not None:
+            other.producer.cancel(f"m{number}")
+        forget(reports, base, name, lines)
+
+    monkeypatch.setattr(Reports, "_forget", while_others_end)
+    for number in range(2):
+        other.producer.cancel(f"m{number}")
+    deliver(other)
+    assert batch.info()["open"] == 0
+    assert is_clean(other)
 
 
 def test_a_report_for_an_earlier_batch_of_the_id_does_not_count(
