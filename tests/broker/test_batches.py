@@ -65,6 +65,15 @@ def age_members(queue: OneQueue, hours: float) -> None:
         queue.redis.hset(queue.key("batch:members"), field, moved)
 
 
+def nonce_of(queue: OneQueue, batch_id: str) -> str:
+    return queue.hash("batches")[batch_id].rpartition(" ")[2]
+
+
+def set_nonce(queue: OneQueue, batch_id: str, nonce: str) -> None:
+    fields = queue.hash("batches")[batch_id].rpartition(" ")[0]
+    queue.redis.hset(queue.key("batches"), batch_id, f"{fields} {nonce}")
+
+
 def is_clean(queue: OneQueue) -> bool:
     names = ("held", "held:open", "sources", "edges", "resolving", "batch:members", "reports")
     return not any(queue.redis.exists(queue.key(name)) for name in names)
@@ -182,6 +191,7 @@ def test_a_report_that_arrives_twice_counts_once(
 def test_a_report_for_an_earlier_queue_of_the_name_is_dropped(client: Client, queue: OneQueue, other: OneQueue) -> None:
     with client.batch("q", id="same", **callbacks("on_done")) as batch:
         batch.enqueue("other", 1, id="a")
+    nonce = nonce_of(queue, "same")
     runner = other.worker()
     runner.turn(1)
     queue.registry.delete("q", force=True)
@@ -190,6 +200,8 @@ def test_a_report_for_an_earlier_queue_of_the_name_is_dropped(client: Client, qu
     again = client.batch("q", id="same", **callbacks("on_done"))
     again.enqueue("other", 1, id="b")
     again.flush()
+    # As if the server's clock had been set back between them.
+    set_nonce(queue, "same", nonce)
     runner.turn(0, done="a")
     deliver(other)
     assert again.info()["open"] == 1
