@@ -1,7 +1,7 @@
 """One worker of one queue: claims a batch of jobs, runs it, and settles it with the next claim.
 
 1. A turn settles the jobs that ran and claims the next batch, in one call. The worker blocks in Redis only when no job
-   is ready.
+   is ready. If its last job came alone, it settles that job with the next wait.
 2. Before each job the worker publishes its position in one word of the scoreboard. If the worker dies or hangs, that
    word shows which job was running, which jobs had run, and which had not started.
 3. Jobs that have not started can be rescued: pulse returns them to the queue when their worker is slow. So after a slow
@@ -63,7 +63,7 @@ PREFETCH_BELOW_NS = 8_000_000
 MAX_BATCH_NS = 2 * TARGET_BATCH_NS
 # An idle worker claims a single job if jobs take longer than this: other workers may be idle too.
 QUICK_JOB_NS = 500_000
-# A wait that took longer than this was for a job that did not exist yet.
+# A wait that took longer than this was probably for a job that did not exist yet.
 WAITED_NS = 300_000
 # Values per job in Settled, of one that succeeded.
 SETTLED_LENGTH = 3
@@ -187,6 +187,7 @@ class WorkerLoop:
         self._parked: State | None = None
         # The last job had to be waited for, and came alone.
         self._arrives_singly = False
+        self._waits_since_ns = 0
         # The reply to a turn that was sent along with a blocking wait.
         self._prefetched: Turn | None = None
         self._out_of_memory_logged = False
@@ -579,9 +580,9 @@ class WorkerLoop:
         while not self.stopping and self._prefetched is None:
             self._number = self._numbers.next()
             want = self._recycling.claimable(self._want_when_idle, self._unsettled)
-            sent_ns = self._now()
+            self._waits_since_ns = self._now()
             if self._done:
-                turn = self.consumer.settle_and_wait(self._number, want, self._done, self._settled)
+                turn = self.consumer.settle_and_wait(self._number, want, self._done, self._settled_before_wait)
             else:
                 turn = self.consumer.wait_for_turn(self._number, want)
             if turn is None:
@@ -589,7 +590,12 @@ class WorkerLoop:
             self._turn_done(turn)
             if turn.jobs or turn.paused or turn.limited:
                 self._prefetched = turn
-                self._arrives_singly = len(turn.jobs) == 2 and self._now() - sent_ns > WAITED_NS
+                self._arrives_singly = len(turn.jobs) == 2 and self._now() - self._waits_since_ns > WAITED_NS
+
+    def _settled_before_wait(self, refused: list[bytes]) -> None:
+        self._settled(refused)
+        # A round trip is no wait: if a job was there, its reply comes with this one.
+        self._waits_since_ns = self._now()
 
     def _settles_while_waiting(self) -> bool:
         """Whether to settle the last job with the next wait: it arrived alone, so probably no other one is there."""
@@ -597,6 +603,8 @@ class WorkerLoop:
         if not singly or len(self._done) != SETTLED_LENGTH or self._failed or self._results:
             return False
         if not self._claims_ahead or self.consumer.link.is_cluster:
+            return False
+        if not self._recycling.claimable(1, self._unsettled):
             return False
         self._want_when_idle = 1
         return True

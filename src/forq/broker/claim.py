@@ -182,19 +182,20 @@ class Consumer:
     ) -> Turn | None:
         """Settles jobs that succeeded, then does what wait_for_turn does; all is sent at once.
 
-        Calls `settled` with the refused ids as soon as Redis has settled. None if that failed: nothing is settled.
+        Calls `settled` with the refused ids as soon as Redis has settled. None if that failed: then nothing is settled,
+        but an id may have been moved. The next turn returns it.
         """
         settle = ("FCALL", self._settle.name, 1, self._base, self._epoch, self.processor, self.worker)
         settle += tuple(_groups_of(done))
         replies = self.link.replies(settle, *self._waiting_commands(number, want))
         with closing(replies):
             reply = next(replies)
-            if isinstance(reply, ForqError):
+            if isinstance(reply, Exception):
                 return None
             if reply[0] != OK:
                 raise error_for(self.queue, reply)
             settled(reply[1])
-            return self._read_waited(*replies)
+            return self._read_waited(*self.link.read_answers(list(replies)))
 
     def _waiting_commands(self, number: int, want: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         wait = ("BLMOVE", self._source, self._processing, "LEFT", "RIGHT", self._block_seconds)

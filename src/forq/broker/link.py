@@ -221,13 +221,16 @@ class Link:
         """Sends several commands about one queue at once; returns replies, or an error for each refused command."""
         if self._cluster is not None:
             return self._cluster.call_batch(commands)
-        answers = self._exchange(commands, OutcomeUnknown)
+        return self.read_answers(self._exchange(commands, OutcomeUnknown))
+
+    def read_answers(self, answers: Sequence[Any]) -> list[Any]:
+        """The replies, with forq's errors. When all are there, since some errors close the connection."""
         return [self._refusal(str(a)) if isinstance(a, Exception) else a for a in answers]
 
     def replies(self, *commands: tuple[Any, ...]) -> Generator[Any, None, None]:
-        """Sends several commands about one queue at once; yields each reply, or error, as soon as it arrives.
+        """Sends several commands about one queue at once; yields each reply as soon as it arrives. Not in a cluster.
 
-        The caller that does not read them all closes the connection. Not in a cluster.
+        Errors are as the server sent them (read_answers). Closing it before the last reply closes the connection.
         """
         connection = self._ready_connection()
         try:
@@ -235,7 +238,7 @@ class Link:
             for _ in commands:
                 answer = connection.receive()
                 self._used_at = time.monotonic()
-                yield self._refusal(str(answer)) if isinstance(answer, Exception) else answer
+                yield answer
         except OSError as exc:
             self.close()
             raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}") from None

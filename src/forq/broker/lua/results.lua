@@ -128,10 +128,7 @@ function done.settle(ids, notes, reported)
   -- Without a report of the worker, each record has to be checked.
   local keeps = option('keep_done_ms') > 0 or not reported or next(reported) ~= nil
   -- Most queues have none of these, so one check is the whole cost.
-  if may_be_rare then
-    may_be_rare = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters')) > 0
-  end
-  local some = may_be_rare or (flows_on and redis.call('EXISTS', key('sources'), key('inputs')) > 0)
+  local some = summary.has_rare() or (flows_on and redis.call('EXISTS', key('sources'), key('inputs')) > 0)
   local owners = (keeps or some) and redis.call('HMGET', key('active'), unpack(ids))
   if keeps then done.keep(ids, owners, reported or {}) end
   redis.call('HDEL', key('jobs'), unpack(ids))

@@ -66,10 +66,19 @@ function summary.save()
   end
 end
 
+-- Whether any of the keys that are rare exists.
+function summary.has_rare()
+  if may_be_rare then
+    may_be_rare = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters')) > 0
+  end
+  return may_be_rare
+end
+
 -- Looks whether the last values are right. Heartbeats do it, so that a wrong one would last for seconds only.
 function summary.check()
   may_be_stale, stale_known = redis.call('EXISTS', key('stale')) == 1, true
-  may_be_rare = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters')) > 0
+  may_be_rare = true
+  summary.has_rare()
 end
 
 -- The queue is gone.
