@@ -81,8 +81,11 @@ _HASH = re.compile(r"\b[0-9a-f]{40}\b")
 _TIME = re.compile(
     r"(?<![0-9])1[5-9]\d{8}(\d{3}|\d{6})?(?![0-9])(\.\d+)?|20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
 )
-# How many microseconds a job was held, and that figure in the journal.
-_HELD = re.compile(r"\b((?:done|retried|dead|released|stalled) <time> \S+(?: [a-z]+)?|journal_bytes =) \d+")
+# How many microseconds a job was held, as in the journal, and the size of that in the summary.
+_HELD = re.compile(
+    r"(\b(?:done|retried|dead|released|stalled) <time> \S+(?: [a-z]+)?|journal_bytes =|<time> \d+ \d+ (?:<hash>|-))"
+    r" \d+"
+)
 
 
 def dump(server: Server) -> str:
