@@ -110,9 +110,9 @@ def put(at: int, value: object) -> Change:
 
 def outcome(
     server: Server, verb: str, how: str, prepare: Prepare | None, change: Change | None
-) -> tuple[str, str, str, list[str], bool]:
-    """What the call returned, all keys after it, those after two more calls, the jobs of the newest claim after each,
-    and whether the call was short."""
+) -> tuple[str, str, str, list[object], bool]:
+    """What the call returned, all keys after it, those after two more calls, what `dump` hides after each, and whether
+    the call was short."""
     with scene(server, verb) as its:
         args = its.args()
         if prepare:
@@ -123,17 +123,18 @@ def outcome(
         reply = (its.function if how == "function" else its.eval)(verb, *args)
         # Only the verbs read the summary with GET.
         is_short = "cmdstat_get" not in its.queue.redis.info("commandstats")
-        left, newest = dump(server), newest_claim(its.queue)
+        left, hidden = dump(server), hidden_values(its.queue)
         its.function("enqueue", PROTOCOL, REFUSE, "later", "5", BODY)
         its.function("enqueue", PROTOCOL, REFUSE, "last", "5", BODY)
         check_chain(its.queue)
-        return normal(repr(reply)), left, dump(server), newest + newest_claim(its.queue), is_short
+        return normal(repr(reply)), left, dump(server), hidden + hidden_values(its.queue), is_short
 
 
-def newest_claim(queue: OneQueue) -> list[str]:
-    """The jobs whose fence the summary has."""
+def hidden_values(queue: OneQueue) -> list[object]:
+    """The size of the journal, and the jobs of the newest claim."""
     state = queue.state()
-    return [job_id for job_id, owner in state.owners.items() if owner.endswith(state.summary.fence)]
+    newest = [job_id for job_id, owner in state.owners.items() if owner.endswith(state.summary.fence)]
+    return [state.summary.bytes, *newest]
 
 
 def check_chain(queue: OneQueue) -> None:
@@ -468,7 +469,7 @@ def test_a_job_stored_in_a_fail_queue_wakes_the_retry_process(server: Server) ->
 def test_short_calls_in_turn_leave_one_chain_of_entries(server: Server) -> None:
     """Each uses what the one before has cached."""
 
-    def run(how: str) -> str:
+    def run(how: str) -> tuple[object, ...]:
         server.flush()
         with one_queue(server.url) as queue:
             its = Scene(queue, queue.worker(), "turn")
@@ -488,7 +489,7 @@ def test_short_calls_in_turn_leave_one_chain_of_entries(server: Server) -> None:
             counts = queue.inspector.counts()
             assert counts.journal_sequence == queue.summary().sequence == queue.events()[-1].sequence
             assert queue.redis.get(queue.key("processed:count")) == b"4"
-            return dump(server)
+            return dump(server), *hidden_values(queue)
 
     assert run("function") == run("eval")
 

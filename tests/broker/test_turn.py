@@ -326,6 +326,16 @@ def test_jobs_of_several_claims_are_settled_by_one_turn(queue: OneQueue) -> None
     assert ended == list(fences.items())
 
 
+def test_an_id_that_was_moved_while_jobs_of_several_claims_ran_is_claimed(queue: OneQueue) -> None:
+    worker = queue.worker()
+    fences = claim_one_by_one(queue, worker, "abc")
+    queue.enqueue("x")
+    worker.block()
+    assert settle_claims(worker, fences, want=1).jobs[::2] == [b"x"]
+    assert queue.state() == State(jobs={"x"}, active={"x": "w1"}, processing={"w1": ["x"]})
+    assert "dropped" not in [verb for verb, _ in queue.journal_events()]
+
+
 def test_a_failure_behind_several_claims_is_settled(queue: OneQueue) -> None:
     worker = queue.worker()
     fences = claim_one_by_one(queue, worker, "abc")

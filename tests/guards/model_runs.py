@@ -81,9 +81,11 @@ _HASH = re.compile(r"\b[0-9a-f]{40}\b")
 _TIME = re.compile(
     r"(?<![0-9])1[5-9]\d{8}(\d{3}|\d{6})?(?![0-9])(\.\d+)?|20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
 )
-# How many microseconds a job was held, and the size of the journal, which contains that figure.
-_HELD = re.compile(r"\b((?:done|retried|dead|released|stalled) <time> \S+(?: [a-z]+)?|journal_bytes =) \d+")
-_SIZE_IN_SUMMARY = re.compile(r"^(<time> \d+ \d+ (?:<hash>|-)) \d+ ")
+# How many microseconds a job was held, as in the journal, and the size of that in the summary.
+_HELD = re.compile(
+    r"(\b(?:done|retried|dead|released|stalled) <time> \S+(?: [a-z]+)?|journal_bytes =|<time> \d+ \d+ (?:<hash>|-))"
+    r" \d+"
+)
 
 
 def dump(server: Server) -> str:
@@ -92,8 +94,7 @@ def dump(server: Server) -> str:
 
 
 def normal(line: str) -> str:
-    known = _TIME.sub("<time>", _HASH.sub("<hash>", line))
-    return _SIZE_IN_SUMMARY.sub(r"\1 <number> ", _HELD.sub(r"\1 <number>", known))
+    return _HELD.sub(r"\1 <number>", _TIME.sub("<time>", _HASH.sub("<hash>", line)))
 
 
 def _lines(server: Server) -> Iterator[str]:
