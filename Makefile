@@ -237,7 +237,7 @@ redis-cluster: tools ## forq on a real Redis Cluster, and with sentinels, replic
 	$(BIN)/pytest -s --timeout 300 tests/servers
 	FORQ_TEST_REDIS=cluster $(BIN)/pytest -q --timeout 300 tests/broker --ignore tests/broker/test_mutants.py
 
-bench: tools ## forq against RQ, Celery, Dramatiq, Huey, arq, Taskiq, BullMQ and Sidekiq: tables and a chart in benchmarks/.results
+bench: tools ## forq against twelve other queues, each in its newest version: tables and a chart in benchmarks/.results (70 minutes)
 	$(BIN)/python benchmarks/compare.py
 
 bench-quick: tools ## the same with few jobs and one round, in less than 5 minutes (plus the time to download the peers, once)

@@ -24,7 +24,7 @@ PANELS = (
 def main() -> None:
     with open(sys.argv[1]) as file:
         results = json.load(file)
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(13, 3.6))
+    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(13, 0.9 + 0.3 * len(results["peers"])))
     for axis, (title, measure, name, more_is_better) in zip(axes, PANELS, strict=True):
         panel(axis, results, title, measure, name, more_is_better)
     machine = results["machine"]
@@ -49,10 +49,14 @@ def panel(axis, results, title, measure, name, more_is_better):
         axis.set_xlim(least / 3, most * 6)
         axis.set_xticks([], minor=True)
         axis.set_xticks([])
-    missing = f"not within {results['crash_cap_seconds']:.0f} s" if measure.startswith("crash") else "-"
+    # Without a figure: it was not measured, it failed, or its job did not run again in time.
+    ended = {peer for peer in found if "rounds" in results["summaries"].get(peer, {}).get(measure, {})}
+    late = f"not within {results['crash_cap_seconds']:.0f} s"
     for row, peer in enumerate(order):
         value = found[peer]
-        label = f"{value:,.0f}" if value and value >= 100 else f"{value:.3g}" if value else missing
+        label = (
+            f"{value:,.0f}" if value and value >= 100 else f"{value:.3g}" if value else late if peer in ended else "-"
+        )
         axis.annotate(f" {label}", (value or axis.get_xlim()[0], row), va="center", fontsize=8)
 
 

@@ -9,15 +9,16 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 from benchmarks.figures import Trial
+from benchmarks.installing import Unavailable
 from benchmarks.processes import DISTURBED_CORES, Quiet
 from benchmarks.roster import Peer
+from benchmarks.servers import new_server
 from benchmarks.worker import Bench, Failed
-from tests.support.drive.server import Server
 
 DEATHS = ("process", "worker")
 # How long to wait for a peer before the next one begins.
@@ -42,11 +43,13 @@ class _Killed:
         return bool(again)
 
 
-def crashes(peers: list[Peer], cap_seconds: float, deadline: float, say: Callable[[str], None]) -> list[Trial]:
+def crashes(
+    peers: list[Peer], deaths: Sequence[str], cap_seconds: float, deadline: float, say: Callable[[str], None]
+) -> list[Trial]:
     """A trial per peer and death; one without figures did not run again in time. None begins after the deadline."""
     trials, waiting = [], []
     with ExitStack() as stack:
-        for death in DEATHS:
+        for death in deaths:
             for peer in peers:
                 say(f"crash, {death} killed: {peer.name}")
                 trial = Trial(peer.name, f"crash_{death}", 0)
@@ -57,7 +60,7 @@ def crashes(peers: list[Peer], cap_seconds: float, deadline: float, say: Callabl
                 quiet = Quiet()
                 try:
                     killed = _kill(trial, peer, death, stack)
-                except (Failed, OSError) as exc:
+                except (Failed, OSError, Unavailable) as exc:
                     trial.error = str(exc)
                     continue
                 _wait(killed, min(_SOON_SECONDS, cap_seconds))
@@ -72,9 +75,9 @@ def crashes(peers: list[Peer], cap_seconds: float, deadline: float, say: Callabl
 
 
 def _kill(trial: Trial, peer: Peer, death: str, stack: ExitStack) -> _Killed:
-    server = Server()
+    server = new_server(peer.database)
     stack.callback(server.remove)
-    server.start()
+    server.flush()
     bench = stack.enter_context(Bench(peer, server, concurrency=1, durable=True))
     worker = bench.work()
     bench.warm(_START_SECONDS)

@@ -2,8 +2,9 @@
 
 Valgrind counts them, so the load of the machine does not matter.
 
-    python benchmarks/instructions.py
+    python benchmarks/instructions.py [OPTION=NUMBER]...
 
+The options are those of the queue, as they are stored: flows=2 is "on".
 Each figure is the difference of two counts, with few and with many calls, divided by the additional calls.
 """
 
@@ -67,11 +68,11 @@ def _turns(queue: OneQueue, worker: HandWorker, jobs: int, batch: int) -> None:
         done = [part for job_id in turn.jobs[::2] for part in (job_id, turn.fence, 7)]
 
 
-def count(work: Callable[[OneQueue, HandWorker, int], None], calls: int) -> int:
+def count(work: Callable[[OneQueue, HandWorker, int], None], calls: int, options: dict[str, int]) -> int:
     server = CountingServer()
     server.start()
     try:
-        queue = OneQueue(server.url)
+        queue = OneQueue(server.url, "q", "work", **options)
         if work is not enqueue:
             for start in range(0, MANY, BATCH):
                 jobs = [new_job({"n": n}, id=f"j{n}") for n in range(start, start + BATCH)]
@@ -83,14 +84,16 @@ def count(work: Callable[[OneQueue, HandWorker, int], None], calls: int) -> int:
         server.remove()
 
 
-def figures() -> dict[str, int]:
+def figures(**options: int) -> dict[str, int]:
     """Instructions per call, by kind of call; the last figure is per job."""
     works = {"enqueue": enqueue, "turn_of_one": turn_of_one, "per_job_of_a_hundred": turn_of_a_hundred}
-    return {name: (count(work, MANY) - count(work, FEW)) // (MANY - FEW) for name, work in works.items()}
+    more = MANY - FEW
+    return {name: (count(work, MANY, options) - count(work, FEW, options)) // more for name, work in works.items()}
 
 
 if __name__ == "__main__":
     try:
-        print(json.dumps(figures(), indent=1))
+        options = dict(each.split("=", 1) for each in sys.argv[1:])
+        print(json.dumps(figures(**{name: int(value) for name, value in options.items()}), indent=1))
     except (AssertionError, subprocess.SubprocessError) as error:
         sys.exit(f"instructions: {error}")

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from benchmarks.figures import poisson_ns
-from benchmarks.processes import Requests, cpu_seconds, tree_pss_mb, used_memory
+from benchmarks.processes import cpu_seconds, tree_pss_mb
 from benchmarks.roster import Peer
+from benchmarks.servers import BenchServer
 from benchmarks.worker import Bench, Failed, Record
-from tests.support.drive.server import Server
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Effort:
     enqueue_seconds: float
     drain_seconds: float
     pickup_jobs: int
+    trickle_seconds: float
     idle_seconds: float
     steady_seconds: float
     load_seconds: float
@@ -31,36 +32,41 @@ class Effort:
     patience_seconds: float = 90.0
 
 
-FULL = Effort(3.0, 4.0, 400, 5.0, 5.0, 40.0, (10, 10_000, 1_000_000), 5_000)
-QUICK = Effort(0.5, 0.7, 100, 1.0, 1.0, 5.0, (10, 10_000), 1_000, patience_seconds=40.0)
+FULL = Effort(3.0, 4.0, 400, 10.0, 5.0, 5.0, 40.0, (10, 10_000, 1_000_000), 5_000)
+QUICK = Effort(0.5, 0.7, 100, 3.0, 1.0, 1.0, 5.0, (10, 10_000), 1_000, patience_seconds=40.0)
 
 Figures = dict[str, float]
 PICKUP_PER_SECOND = 40.0
+TRICKLE_PER_SECOND = 200.0
+# Jobs of a trickle that come before the measurement.
+_TRICKLE_WARM_UP = 200
 # One line per this many parts of a drain.
 _LINES = 1000
 
 
-def enqueue_one(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+def enqueue_one(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
     """Calls per second of one producer that waits for each answer."""
     with Bench(peer, server) as bench:
-        before = cpu_seconds(server.pid)
+        before = server.cpu_seconds()
         count, seconds = bench.enqueue("one", effort.enqueue_seconds, 200_000, timeout_seconds=effort.patience_seconds)
         if not count:
             raise Failed("nothing was enqueued")
-        used = cpu_seconds(server.pid) - before
+        used = server.cpu_seconds() - before
         return {"per_second": count / seconds, "redis_us": used / count * 1e6}, []
 
 
-def enqueue_bulk(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+def enqueue_bulk(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
     """Jobs per second of one producer with the peer's bulk call, 1,000 at a time."""
     jobs = int(min(5 * peer.nominal_rate, 40_000) * effort.enqueue_seconds)
     with Bench(peer, server) as bench:
-        before = used_memory(server)
+        before = server.used_memory()
         count, seconds = bench.fill(jobs, effort.patience_seconds)
-        return {"per_second": count / seconds, "bytes_per_job": (used_memory(server) - before) / count}, []
+        return {"per_second": count / seconds, "bytes_per_job": (server.used_memory() - before) / count}, []
 
 
-def drain(peer: Peer, server: Server, effort: Effort, number: int, workers: int = 1) -> tuple[Figures, list[float]]:
+def drain(
+    peer: Peer, server: BenchServer, effort: Effort, number: int, workers: int = 1
+) -> tuple[Figures, list[float]]:
     """Jobs per second of `workers` workers, and the CPU time per job of the workers and the server."""
     # With two, the window opens when the second has begun, and enough jobs must be left for it.
     jobs = max(200, int(peer.nominal_rate * effort.drain_seconds * (1 if workers == 1 else 4)))
@@ -89,7 +95,7 @@ class Sample(NamedTuple):
 
 def _sample(bench: Bench, pids: list[int]) -> Sample:
     before = len(bench.records())
-    return Sample(before, cpu_seconds(*pids), cpu_seconds(bench.server.pid), len(bench.records()))
+    return Sample(before, cpu_seconds(*pids), bench.server.cpu_seconds(), len(bench.records()))
 
 
 def costs(opened: Sample, closed: Sample, block: int) -> Figures:
@@ -104,7 +110,7 @@ def costs(opened: Sample, closed: Sample, block: int) -> Figures:
     }
 
 
-def drain_two(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+def drain_two(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
     return drain(peer, server, effort, number, workers=2)
 
 
@@ -123,7 +129,7 @@ def drain_rate(records: list[Record], block: int, workers: int) -> float:
     return inside * block / ((closed_ns - opened_ns) / 1e9)
 
 
-def pickup(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+def pickup(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
     """How long a job waits for an idle worker: from its enqueue to the start of its handler."""
     with Bench(peer, server) as bench:
         bench.work()
@@ -134,14 +140,35 @@ def pickup(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Fig
         return {}, [(record.started_ns - record.sent_ns) / 1e6 for record in records]
 
 
-def idle(peer: Peer, server: Server, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+def trickle(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
+    """The CPU time per job of the workers and the server while jobs come one by one, 200 a second at random times.
+
+    Includes what the server needs to take in the job, and what both would need while idle.
+    """
+    jobs = _TRICKLE_WARM_UP + round(TRICKLE_PER_SECOND * effort.trickle_seconds)
+    with Bench(peer, server) as bench:
+        bench.work()
+        bench.warm(effort.patience_seconds)
+        known = len(bench.records())
+        with bench.arriving(poisson_ns(TRICKLE_PER_SECOND, jobs, number)):
+            bench.wait_for_records(known + _TRICKLE_WARM_UP, effort.patience_seconds, look_seconds=0.05)
+            pids = bench.pids()
+            opened = _sample(bench, pids)
+            allowed_seconds = effort.patience_seconds + effort.trickle_seconds
+            records = bench.wait_for_records(known + jobs, allowed_seconds, look_seconds=0.05)
+            closed = _sample(bench, pids)
+        waits = [(record.started_ns - record.sent_ns) / 1e6 for record in records[known + _TRICKLE_WARM_UP :]]
+        return costs(opened, closed, block=1), waits
+
+
+def idle(peer: Peer, server: BenchServer, effort: Effort, number: int) -> tuple[Figures, list[float]]:
     """Memory, CPU and requests of an idle worker that has run a job."""
     with Bench(peer, server) as bench:
         worker = bench.work()
         bench.warm(effort.patience_seconds)
         time.sleep(1.0)  # work left over from the first job is not idle time
         pids = bench.pids()
-        requests, cpu, began = Requests(server), cpu_seconds(*pids), time.monotonic()
+        requests, cpu, began = server.requests(), cpu_seconds(*pids), time.monotonic()
         time.sleep(effort.idle_seconds)
         seconds = time.monotonic() - began
         return {
@@ -166,5 +193,6 @@ MEASURES = {
     "drain": drain,
     "drain2": drain_two,
     "pickup": pickup,
+    "trickle": trickle,
     "idle": idle,
 }

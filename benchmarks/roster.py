@@ -8,9 +8,10 @@ import shutil
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import date
 from pathlib import Path
 
-from benchmarks import installing
+from benchmarks import installing, released
 from forq.version import VERSION
 
 PROGRAMS = Path(__file__).parent / "peers"
@@ -28,10 +29,15 @@ class Peer:
     nominal_rate: int
     install: Callable[["Peer"], None]
     bulk: bool = True
+    # The server that keeps its jobs: a name of servers.py.
+    database: str = "redis"
     command: list[str] = field(default_factory=list)
     environ: dict[str, str] = field(default_factory=dict)
     cwd: Path | None = None
     version: str = ""
+    released: date | None = None
+    # What readers must know about its version.
+    note: str = ""
     # TERM lets it clean up outside its own process; others are killed.
     polite: bool = False
 
@@ -43,22 +49,40 @@ class Peer:
         return {**clean, **self.environ, **more}
 
 
-def _python(*packages: str, undeclared: tuple[str, ...] = ()) -> Callable[[Peer], None]:
-    """`undeclared`: dependencies that the packages import without declaring them."""
+def _python(
+    *packages: str, undeclared: tuple[str, ...] = (), driver: str = "redis", **environ: str
+) -> Callable[[Peer], None]:
+    """`packages`: the queue first. `undeclared`: dependencies that the packages import without declaring them.
+    `driver`: the client library of its server. `environ`: settings that the queue reads from its environment."""
 
     def install(peer: Peer) -> None:
-        python = installing.python_venv(peer.name, [*packages, *undeclared, "redis[hiredis]"])
+        drivers = ["redis[hiredis]"] if driver == "redis" else [driver]
+        python = installing.python_venv(peer.name, [*packages, *undeclared, *drivers])
         peer.command = [str(python), str(PROGRAMS / f"{peer.name}_peer.py")]
-        peer.environ = {"PYTHONPATH": str(PROGRAMS)}
-        peer.version = installing.python_versions(python, [*packages, "redis"])
+        peer.environ = {"PYTHONPATH": str(PROGRAMS), **environ}
+        peer.version = installing.python_versions(python, [*packages, driver])
+        name, version = peer.version.partition(",")[0].split()
+        peer.released = released.on_pypi(name, version)
 
     return install
+
+
+_streaq = _python("streaq", "uvloop", driver="coredis")
+
+
+def _procrastinate(peer: Peer) -> None:
+    programs, environ = installing.postgres_programs()
+    _python("procrastinate", "uvloop", driver="psycopg[binary,pool]")(peer)
+    assignments = [f"{key}={value}" for key, value in environ.items()]
+    version = installing.run(["env", *assignments, str(programs / "postgres"), "--version"])
+    peer.version += f", PostgreSQL {version.split()[2]}"
 
 
 def _forq(peer: Peer) -> None:
     peer.command = [sys.executable, str(PROGRAMS / f"{peer.name.replace(' ', '_')}_peer.py")]
     peer.environ = {"PYTHONPATH": ":".join(filter(None, [str(PROGRAMS), os.environ.get("PYTHONPATH")]))}
     peer.version = f"forq {VERSION}"
+    peer.note = "this commit"
 
 
 def _bullmq(peer: Peer) -> None:
@@ -66,8 +90,10 @@ def _bullmq(peer: Peer) -> None:
     node = shutil.which("node")
     assert node is not None, "node_modules has looked for it"
     peer.command = [node, str(PROGRAMS / "bullmq_peer.js")]
-    version = installing.run([node, "-p", "require('./node_modules/bullmq/package.json').version"], cwd=peer.cwd)
-    peer.version = f"bullmq {version.strip()}, node {installing.run([node, '--version']).strip()}"
+    code = "['bullmq', 'ioredis'].map((name) => require(`./node_modules/${name}/package.json`).version).join(' ')"
+    bullmq, ioredis = installing.run([node, "-p", code], cwd=peer.cwd).split()
+    peer.version = f"bullmq {bullmq}, ioredis {ioredis}, node {installing.run([node, '--version']).strip()}"
+    peer.released = released.on_npm(shutil.which("npm") or "npm", "bullmq", bullmq)
 
 
 def _sidekiq(peer: Peer) -> None:
@@ -79,34 +105,72 @@ def _sidekiq(peer: Peer) -> None:
     peer.command = [*ruby, str(PROGRAMS / "sidekiq_peer.rb")]
     code = "require 'sidekiq'; puts \"sidekiq #{Sidekiq::VERSION}, ruby #{RUBY_VERSION}\""
     peer.version = installing.run([*ruby, "-e", code]).strip()
+    peer.released = released.in_debian(root, "ruby-sidekiq")
+    peer.note = "Debian's package; newer versions are only on rubygems.org"
 
 
 def roster() -> list[Peer]:
     same = "the same"
+    at_once = "bulk: 20 calls at a time"
     return [
         Peer("forq", "defaults: journal, fences and counts on", same, 50_000, _forq, polite=True),
-        Peer("sidekiq", "10 threads", same, 7_000, _sidekiq),
-        Peer("bullmq", "concurrency 50, removeOnComplete", same, 8_000, _bullmq),
-        Peer("huey", "4 threads, blocking, no results", same, 5_000, _python("huey"), bulk=False),
-        Peer("dramatiq", "8 threads, no middleware but Retries", same, 2_500, _python("dramatiq"), bulk=False),
+        Peer("sidekiq", "5 threads, hiredis", same, 9_000, _sidekiq),
+        Peer("bullmq", "concurrency 100, removeOnComplete", same, 8_000, _bullmq),
+        Peer("huey", "2 threads, blocking, no results", same, 5_000, _python("huey"), bulk=False),
+        Peer(
+            "dramatiq",
+            "8 threads, prefetch 100, no middleware but Retries",
+            same,
+            4_000,
+            _python("dramatiq", dramatiq_queue_prefetch="100"),
+            bulk=False,
+        ),
         Peer(
             "taskiq",
-            "list broker, 100 tasks, prefetch 100",
+            f"uvloop, list broker, 100 tasks, prefetch 100; {at_once}",
             "stream broker",
+            2_500,
+            _python("taskiq", "taskiq-redis", "uvloop"),
+        ),
+        Peer(
+            "docket",
+            "uvloop, 500 tasks, minimum_check_interval 50 ms, execution_ttl 0",
+            "redelivery_timeout 10 s",
             1_000,
-            _python("taskiq", "taskiq-redis"),
-            bulk=False,
+            _python("pydocket", "uvloop"),
+        ),
+        Peer("streaq", "uvloop, optimized coredis, 32 tasks, no results", same, 2_000, _streaq),
+        Peer(
+            "saq",
+            f"uvloop, 50 jobs, ttl -1; {at_once}",
+            "heartbeat and sweep 10 s",
+            1_000,
+            _python("saq", "uvloop", undeclared=("typing_extensions",)),
         ),
         Peer(
             "celery",
-            "pool solo, prefetch 64, no results, gossip, mingle or heartbeat",
+            "pool solo, prefetch 64, no results, gossip, mingle, heartbeat or rate limits",
             "prefork, acks_late, reject_on_worker_lost",
-            800,
+            1_000,
             _python("celery", undeclared=("packaging",)),
             bulk=False,
         ),
-        Peer("arq", "max_jobs 100, no results; bulk: 100 calls at a time", same, 500, _python("arq")),
-        Peer("rq", "SimpleWorker, result_ttl 0", "Worker (forks per job), Retry(max=3)", 180, _python("rq")),
+        Peer(
+            "arq",
+            f"uvloop, max_jobs 100, poll_delay 0.05, no results; {at_once}",
+            same,
+            1_000,
+            _python("arq", "uvloop"),
+        ),
+        Peer("rq", "SimpleWorker, JSON, result_ttl 0", "Worker (forks per job), Retry(max=3)", 250, _python("rq")),
+        Peer(
+            "procrastinate",
+            "PostgreSQL without fsync, uvloop, 10 jobs, 11 connections, done jobs deleted",
+            "stalled jobs retried every minute",
+            300,
+            _procrastinate,
+            database="postgres",
+        ),
     ]
 
 

@@ -10,6 +10,7 @@ import re
 import sys
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
+from datetime import date, datetime
 from pathlib import Path
 from typing import Any
 
@@ -49,39 +50,47 @@ def _mark(found: Mapping[str, Any]) -> str:
 
 
 def speed(results: Results) -> str:
-    head = [
-        "",
-        "enqueue /s",
-        "bulk /s",
-        "drain /s, 1 process",
-        "2 processes",
-        "forq is",
-        "worker µs/job",
-        "Redis µs/job",
+    head = ["", "enqueue /s", "bulk /s", "forq is", "drain /s, 1 process", "forq is", "2 processes"]
+    head += ["worker µs/job", "server µs/job"]
+    rows = [
+        [
+            peer,
+            cell(results, peer, "enqueue", "per_second"),
+            cell(results, peer, "bulk", "per_second"),
+            times(results, peer, "bulk"),
+            cell(results, peer, "drain", "per_second"),
+            times(results, peer, "drain"),
+            cell(results, peer, "drain2", "per_second"),
+            cell(results, peer, "drain", "worker_us"),
+            cell(results, peer, "drain", "redis_us"),
+        ]
+        for peer in results["peers"]
     ]
-    rows = []
-    ours = _rate(results, "forq")
-    for peer in results["peers"]:
-        theirs = _rate(results, peer)
-        ratio = f"{number(ours / theirs)}\N{MULTIPLICATION SIGN}" if ours and theirs and peer != "forq" else ""
-        rows.append(
-            [
-                peer,
-                cell(results, peer, "enqueue", "per_second"),
-                cell(results, peer, "bulk", "per_second"),
-                cell(results, peer, "drain", "per_second"),
-                cell(results, peer, "drain2", "per_second"),
-                ratio,
-                cell(results, peer, "drain", "worker_us"),
-                cell(results, peer, "drain", "redis_us"),
-            ]
-        )
     return markdown(head, rows)
 
 
-def _rate(results: Results, peer: str) -> float | None:
-    rate: float | None = results["summaries"].get(peer, {}).get("drain", {}).get("per_second")
+def times(results: Results, peer: str, measure: str) -> str:
+    """How many times the rate of this peer forq has; empty for forq, or if either was not measured."""
+    ours, theirs = _rate(results, "forq", measure), _rate(results, peer, measure)
+    return f"{number(ours / theirs)}\N{MULTIPLICATION SIGN}" if ours and theirs and peer != "forq" else ""
+
+
+def _rate(results: Results, peer: str, measure: str) -> float | None:
+    rate: float | None = results["summaries"].get(peer, {}).get(measure, {}).get("per_second")
     return rate
+
+
+def trickle(results: Results) -> str:
+    """Jobs that come one by one, 200 a second."""
+    head = ["", "server µs/job", "worker µs/job", "both", "pickup p50 / p99 ms"]
+    rows = []
+    for peer in results["peers"]:
+        found = results["summaries"].get(peer, {}).get("trickle", {})
+        costs = [found.get("redis_us"), found.get("worker_us")]
+        both = number(sum(costs)) + _mark(found) if None not in costs else NOT_MEASURED
+        single = [cell(results, peer, "trickle", name) for name in ("redis_us", "worker_us")]
+        rows.append([peer, *single, both, cell(results, peer, "trickle", "p50_ms", "p99_ms")])
+    return markdown(head, rows)
 
 
 def waiting(results: Results) -> str:
@@ -137,20 +146,35 @@ def backlog(results: Results) -> str:
     return markdown(head, rows)
 
 
+def versions(results: Results) -> str:
+    """What was compared, how old it was, and what could not be."""
+    rows = [[name, peer["version"], release(peer, results["taken_at"])] for name, peer in results["peers"].items()]
+    rows += [[name, "left out", ""] for name in results["left_out"]]
+    reasons = [f"Left out: {name}: {reason}" for name, reason in results["left_out"].items()]
+    failed: dict[tuple[str, str], list[str]] = {}
+    for trial in results["trials"]:
+        if trial["error"]:
+            failed.setdefault((trial["measure"], trial["error"]), []).append(trial["peer"])
+    failures = [f"Failed: {', '.join(peers)}, {measure}: {error}" for (measure, error), peers in failed.items()]
+    return "\n\n".join([markdown(["", "version", "released"], rows), *map(_wrapped, [*reasons, *failures])])
+
+
 def settings(results: Results) -> str:
-    rows = [
-        [name, peer["version"], peer["settings"], peer["durable_settings"]] for name, peer in results["peers"].items()
-    ]
-    rows += [[name, "left out", reason, ""] for name, reason in results["left_out"].items()]
-    failures = {
-        f"{trial['peer']}, {trial['measure']}: {trial['error']}" for trial in results["trials"] if trial["error"]
-    }
-    return "\n".join(
-        [
-            markdown(["", "version", "settings", "when killed"], rows),
-            *(f"\nFailed: {failure}" for failure in sorted(failures)),
-        ]
-    )
+    rows = [[name, peer["settings"], peer["durable_settings"]] for name, peer in results["peers"].items()]
+    return markdown(["", "settings", "when killed"], rows)
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)
+
+
+def release(peer: Mapping[str, Any], taken_at: str) -> str:
+    """The date of the peer's version, and its age at the time of the run."""
+    note = peer.get("note", "")
+    if day := peer.get("released"):
+        age = (datetime.fromisoformat(taken_at).date() - date.fromisoformat(day)).days
+        return f"{day}, {age} days before" + (f"; {note}" if note else "")
+    return note or "unknown"
 
 
 def cost(results: Results) -> str:
@@ -172,13 +196,17 @@ def cost(results: Results) -> str:
 
 def prototype(results: Results) -> str:
     """A loop without features beside forq, which claims up to 128 at a time."""
-    head = ["", "jobs/s", "worker µs/job", "Redis µs/job"]
-    names = ("per_second", "worker_us", "redis_us")
-    rows = [
-        [f"bare loop, {batch} at a time", *(number(found[name]) + _mark(found) for name in names)]
-        for batch, found in results["prototype"].items()
-    ]
-    return markdown(head, [*rows, ["forq", *(cell(results, "forq", "drain", name) for name in names)]])
+    head = ["", "jobs/s", "forq reaches", "worker µs/job", "server µs/job"]
+    costs = ("worker_us", "redis_us")
+    ours = _rate(results, "forq", "limit")
+    rows = []
+    for batch, found in results["prototype"].items():
+        rate = found.get("per_second")
+        share = f"{ours / rate:.0%}".replace("%", " %") if ours and rate else NOT_MEASURED
+        figures = [number(found.get(name)) + _mark(found) for name in ("per_second", *costs)]
+        rows.append([f"bare loop, {batch} at a time", figures[0], share, *figures[1:]])
+    forq = [cell(results, "forq", "limit", name) for name in ("per_second", *costs)]
+    return markdown(head, [*rows, ["forq", forq[0], "", *forq[1:]]])
 
 
 def conditions(results: Results) -> str:
@@ -192,18 +220,20 @@ def conditions(results: Results) -> str:
         f"{average['after']:.2f} after; {disturbed} of {trials} trials were disturbed by other processes. "
         f"† marks figures of which there was no undisturbed round."
     )
-    return textwrap.fill(text, 140, break_long_words=False, break_on_hyphens=False)
+    return _wrapped(text)
 
 
 TABLES: dict[str, Callable[[Results], str]] = {
     "conditions": conditions,
     "speed": speed,
     "waiting": waiting,
+    "trickle": trickle,
     "steady": steady,
     "load": load,
     "backlog": backlog,
     "cost": cost,
     "prototype": prototype,
+    "versions": versions,
     "settings": settings,
 }
 

@@ -5,17 +5,16 @@ import time
 
 from benchmarks.figures import least_waits_ms, percentiles, poisson_ns
 from benchmarks.measures import Effort, Figures
-from benchmarks.processes import cpu_seconds
 from benchmarks.roster import Peer
+from benchmarks.servers import BenchServer
 from benchmarks.worker import Bench
-from tests.support.drive.server import Server
 
 SERVICE_MS = 5.0
 LOADS = (50, 90)
 STEADY_CONCURRENCY = (1, 20)
 
 
-def load(peer: Peer, server: Server, effort: Effort, number: int, percent: int) -> tuple[Figures, list[float]]:
+def load(peer: Peer, server: BenchServer, effort: Effort, number: int, percent: int) -> tuple[Figures, list[float]]:
     """Jobs of 5 ms, one at a time, that arrive at random at this percentage of 200 per second: the wait of each.
 
     All peers of a round get the same arrivals, so that `least_waits` is the same floor for all.
@@ -31,7 +30,9 @@ def load(peer: Peer, server: Server, effort: Effort, number: int, percent: int) 
         return {}, [(record.started_ns - record.sent_ns) / 1e6 for record in records]
 
 
-def steady(peer: Peer, server: Server, effort: Effort, number: int, concurrency: int) -> tuple[Figures, list[float]]:
+def steady(
+    peer: Peer, server: BenchServer, effort: Effort, number: int, concurrency: int
+) -> tuple[Figures, list[float]]:
     """Jobs of 5 ms that all wait already: jobs per second, and their share of threads that only sleep."""
     jobs = int(concurrency * 1000 / SERVICE_MS * effort.steady_seconds)
     with Bench(peer, server, concurrency=concurrency) as bench:
@@ -77,18 +78,18 @@ def load_floor(percent: int, seconds: float, rounds: int) -> dict[str, float]:
     return percentiles(waits)
 
 
-def backlog(peer: Peer, server: Server, effort: Effort, number: int, waiting: int) -> tuple[Figures, list[float]]:
+def backlog(peer: Peer, server: BenchServer, effort: Effort, number: int, waiting: int) -> tuple[Figures, list[float]]:
     """The server's time per enqueue, and per run job, while this many wait."""
     jobs = effort.backlog_jobs
     with Bench(peer, server, block=max(1, jobs // 100)) as bench:
         bench.fill(waiting, effort.patience_seconds + waiting / 5_000)
-        before = cpu_seconds(server.pid)
+        before = server.cpu_seconds()
         count, seconds = bench.enqueue("one", 3600.0, jobs, timeout_seconds=effort.patience_seconds)
-        enqueue_us = (cpu_seconds(server.pid) - before) / count * 1e6
+        enqueue_us = (server.cpu_seconds() - before) / count * 1e6
         # Includes the worker's connection setup, which is small: a fast worker has run many jobs before its
         # start is detected.
-        before = cpu_seconds(server.pid)
+        before = server.cpu_seconds()
         bench.work()
         ran = len(bench.wait_for_records(jobs // bench.block, effort.patience_seconds)) * bench.block
-        run_us = (cpu_seconds(server.pid) - before) / ran * 1e6
+        run_us = (server.cpu_seconds() - before) / ran * 1e6
         return {"enqueue_per_second": count / seconds, "enqueue_redis_us": enqueue_us, "run_redis_us": run_us}, []

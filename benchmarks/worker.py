@@ -6,6 +6,8 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +15,7 @@ import psutil
 
 from benchmarks.processes import tree
 from benchmarks.roster import Peer
-from tests.support.drive.server import Server
+from benchmarks.servers import BenchServer
 
 _STOP_SECONDS = 20
 
@@ -33,7 +35,9 @@ class Record(NamedTuple):
 class Bench:
     """One trial of one peer: its own directory, the peer's programs, and the file that their jobs write to."""
 
-    def __init__(self, peer: Peer, server: Server, *, concurrency: int = 0, durable: bool = False, block: int = 1):
+    def __init__(
+        self, peer: Peer, server: BenchServer, *, concurrency: int = 0, durable: bool = False, block: int = 1
+    ) -> None:
         self.peer = peer
         self.server = server
         self.block = block
@@ -42,7 +46,7 @@ class Bench:
         self._read_to = 0
         self._records: list[Record] = []
         self._settings = {
-            "BENCH_SOCKET": str(server.socket),
+            "BENCH_SOCKET": server.address,
             "BENCH_TRACE": str(self._trace),
             "BENCH_CONCURRENCY": str(concurrency),
             "BENCH_DURABLE": "1" if durable else "0",
@@ -83,10 +87,35 @@ class Bench:
 
     def arrive(self, times_ns: list[int], service_ms: float = 0.0) -> None:
         """Sends jobs at these times; returns when the last was sent."""
+        self.enqueue("arrivals", self._times(times_ns), service_ms, timeout_seconds=times_ns[-1] / 1e9 * 3 + 30)
+
+    @contextmanager
+    def arriving(self, times_ns: list[int]) -> Iterator[None]:
+        """Sends jobs at these times meanwhile."""
+        command = self.peer.verb("arrivals", self._times(times_ns), 0)
+        with open(self._directory / "log", "ab") as log:
+            sender = subprocess.Popen(
+                command,
+                env=self.peer.full_environ(**self._settings),
+                cwd=self.peer.cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        try:
+            yield
+            if sender.wait(_STOP_SECONDS):
+                raise Failed(f"arrivals ended with {sender.returncode}: {self.log_end()}")
+        except subprocess.TimeoutExpired as exc:
+            raise Failed("arrivals did not end") from exc
+        finally:
+            sender.kill()
+            sender.wait()
+
+    def _times(self, times_ns: list[int]) -> Path:
         path = self._directory / "arrivals"
         path.write_text("".join(f"{at}\n" for at in times_ns))
-        allowed_seconds = times_ns[-1] / 1e9 * 3 + 30
-        self.enqueue("arrivals", path, service_ms, timeout_seconds=allowed_seconds)
+        return path
 
     def work(self) -> subprocess.Popen[bytes]:
         # A killed one is replaced by one in the same place, as after a restart of its service.

@@ -10,7 +10,6 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Coroutine
-from contextlib import nullcontext
 from datetime import datetime
 from types import CoroutineType
 from typing import Any, NamedTuple, cast
@@ -22,13 +21,13 @@ from forq.broker.claim import Limits
 from forq.broker.enqueue import MAX_SECONDS
 from forq.broker.record import pack_data, stored_options, unpack
 from forq.errors import MAX_SNOOZE_SECONDS, ForqError, InvalidData, Snooze
-from forq.job import Inputs, Job, Reporter, TaskResult
+from forq.job import Inputs, Job, Reporter, TaskResult, claimed_job
 from forq.job_options import AttemptOptions
 from forq.procs.scoreboard import LENIENCE, POSITION, STARTED, STEP, TIMEOUT, Slot
 from forq.workers.coroutine_stacks import coroutine_stack
 from forq.workers.event_loop import CANCEL_MS, Cancelled, EventLoop, Run
 from forq.workers.exec_handlers import MAX_NAME, ProgramFailed
-from forq.workers.handlers import Handler, Handlers, class_name, exit_if_forked_from, is_app, safe_text
+from forq.workers.handlers import Handler, Handlers, class_name, exit_if_forked, fork_mark, is_app, safe_text
 from forq.workers.tracing import Tracing
 
 log = logging.getLogger("forq")
@@ -47,10 +46,10 @@ INPUTS_SNOOZE_SECONDS = 1.0
 # Of a subclass of Snooze that has no valid `seconds`.
 DEFAULT_SNOOZE_SECONDS = 60.0
 
-_NO_SPAN = nullcontext()
 _CAUSES = {b"killed": "killed by a user", b"interrupted": "its process was stopped"}
 _INTERRUPTED = (Cancelled.REMOVED.value, Cancelled.RETURNED.value)
-# Flags of records with options of their own.
+# The flag of records with neither counts nor options, as a number; and those of records with options of their own.
+_PLAIN = ord("p")
 _OWN_OPTIONS = (b"o", b"O")
 _FORQ_AND_ASYNCIO = tuple(f"{os.path.dirname(str(module.__file__))}{os.sep}" for module in (forq, asyncio))
 
@@ -78,6 +77,50 @@ class Failure(NamedTuple):
         return f"{error['name']}: {error['message']}\n{error['traceback']}".rstrip()
 
 
+def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, Job]:
+    """Decodes a claimed record."""
+    if packed and packed[0] == _PLAIN:
+        # The common case, decoded in as few steps as possible: FLAG PRIORITY ' ' ENQUEUED_US '\n' BODY.
+        head, _, body = packed.partition(b"\n")
+        try:
+            # Cheaper than its number, which few handlers read.
+            if not head[3:].isdigit():
+                raise ValueError(f"{head!r} does not end in the time of its enqueue")
+            fields = orjson.loads(body)
+            if len(fields) == 3:
+                identifier, job_type, data = fields
+                return data, claimed_job(queue, job_id, identifier or job_id, job_type, head, fence)
+            identifier, job_type, data, trace, *_ = fields
+            job = claimed_job(queue, job_id, identifier or job_id, job_type, head, fence)
+            job.trace = trace
+            return data, job
+        except (ValueError, TypeError) as exc:
+            raise InvalidData(f"broken job record: {exc}") from exc
+    record = unpack(packed)
+    counts = (record.retry_count, record.stall_count, record.timeout_count)
+    identifier = record.identifier or job_id
+    enqueued_at = record.enqueued_us / 1e6
+    about = (identifier, record.type, record.priority, enqueued_at)
+    more: tuple[Any, ...] = (record.trace, record.snooze_count)
+    if (options := record.options) is not None:
+        inputs = Inputs(options.input_count, options.input_use) if options.input_count else None
+        more = (*more, options.tick_ms, inputs, options.batch, options.member)
+    return record.data, Job(queue, job_id, *about, fence, counts, *more)
+
+
+def read_fail_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, Job]:
+    """Decodes a claimed record of a fail queue."""
+    stored, job = read_job(queue, job_id, packed, fence)
+    try:
+        (identifier, job_type, data, *trace), original, error = stored
+        original |= {"identifier": identifier or original["id"], "type": job_type}
+        # The fail handler belongs to the same trace.
+        job.trace = trace[0] if trace else None
+    except (TypeError, ValueError, KeyError) as exc:
+        raise InvalidData(f"broken fail job: {exc}") from exc
+    return [data, original, error], job
+
+
 class AttemptRunner:
     """Runs the attempts of one worker.
 
@@ -86,6 +129,8 @@ class AttemptRunner:
     """
 
     of_fail_handler = False
+    # Decodes a record.
+    _read = staticmethod(read_job)
 
     def __init__(
         self,
@@ -139,7 +184,7 @@ class AttemptRunner:
         self._run: tuple[int, Run] | None = None
         # Part of the running job's timeout that has passed before its handler starts.
         self._spent_seconds = 0.0
-        self._pid = os.getpid()
+        self._fork_mark = fork_mark()
 
     def run(self, job_id: str, record: bytes, fence: int) -> Failure | None:
         """None if the handler returned."""
@@ -147,25 +192,38 @@ class AttemptRunner:
             data, job = self._open(job_id, record, fence)
             if job._inputs is not None:
                 job._inputs = self._fetch(job_id, job._inputs)
-            with _NO_SPAN if self._tracing is None else self._tracing.attempt(job):
+            if self._tracing is None:
                 handler, own = self._known.get(job.type) or self._look_up(job.type)
                 self.task_options = own
                 result = handler(data, job)
                 # Not isinstance, which a user's class may override.
                 if type(result) is CoroutineType:
-                    run = self._make_run(job_id, result)
-                    self._event_loop.finish(self._event_loop.begin(run))
-                    result = self._outcome(run)
-            keeps_own = record[:1] in _OWN_OPTIONS or (own is not None and own.keep_done_ms is not None)
-            if keeps_own or self.max_result_bytes:
+                    result = self._run_coroutine(job_id, result)
+            else:
+                result = self._run_traced(self._tracing, data, job)
+                own = self.task_options
+            if self.max_result_bytes or (own is not None and own.keep_done_ms is not None) or record[0] != _PLAIN:
                 self._keep_result(result)
         except BaseException as exc:  # a handler may raise anything, even SystemExit; the worker continues
             return self._fail(exc, fence)
         finally:
-            exit_if_forked_from(self._pid)
+            # See exit_if_forked.
+            if not self._fork_mark[0]:
+                os._exit(0)
             if self._run is not None:
                 self.close_run(self._run[1])
         return None
+
+    def _run_traced(self, tracing: Tracing, data: Any, job: Job) -> Any:
+        with tracing.attempt(job):
+            handler, self.task_options = self._known.get(job.type) or self._look_up(job.type)
+            result = handler(data, job)
+            return self._run_coroutine(job.id, result) if type(result) is CoroutineType else result
+
+    def _run_coroutine(self, job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        run = self._make_run(job_id, coroutine)
+        self._event_loop.finish(self._event_loop.begin(run))
+        return self._outcome(run)
 
     def begin(self, job_id: str, record: bytes, fence: int) -> Run | None:
         """The coroutine of this job, for the event loop; `end` continues when it has ended. None if the job has to be
@@ -173,7 +231,7 @@ class AttemptRunner:
         error."""
         try:
             if self._decoded is None or self._decoded[0] is not record:
-                self._decoded = record, *self._read(job_id, record, fence)
+                self._decoded = record, *self._read(self.queue, job_id, record, fence)
             if not self._handlers.is_async(self._decoded[2].type) or self._decoded[2]._inputs is not None:
                 return None
             if not self._event_loop.started:
@@ -195,7 +253,7 @@ class AttemptRunner:
         except BaseException as exc:
             return self._fail(exc, fence)
         finally:
-            exit_if_forked_from(self._pid)
+            exit_if_forked(self._fork_mark)
         return None
 
     def run_chain(self, run: Run, advance: Callable[[Run], Run | None]) -> None:
@@ -209,7 +267,7 @@ class AttemptRunner:
         if self._decoded is not None and self._decoded[0] is record:
             _, data, job = self._decoded
         else:
-            data, job = self._read(job_id, record, fence)
+            data, job = self._read(self.queue, job_id, record, fence)
         self._decoded = None
         if self._slot is not None:
             job._reporter, job._position, job._attempts = self._reporter, self._slot.words[POSITION], self
@@ -228,7 +286,7 @@ class AttemptRunner:
         return inputs._replace(packed=tuple(packed))
 
     def _fail(self, exc: BaseException, fence: int) -> Failure:
-        exit_if_forked_from(self._pid)
+        exit_if_forked(self._fork_mark)
         strip_forq_frames(exc)
         if self._interrupted is not None:
             return _describe_interruption(exc, self._interrupted)
@@ -293,7 +351,7 @@ class AttemptRunner:
                 return stored.timeout_ms
             if not self.has_task_timeouts:
                 return None
-            data, job = self._read(job_id.decode(errors="replace"), record, fence)
+            data, job = self._read(self.queue, job_id.decode(errors="replace"), record, fence)
             self._decoded = record, data, job
             options = self._handlers.options_of(job.type)
         except (InvalidData, TypeError):
@@ -306,9 +364,6 @@ class AttemptRunner:
         if self._slot is None:
             return time.time_ns() // 1_000_000
         return fence // 1000 + (time.monotonic_ns() - self._slot.words[STARTED]) // 1_000_000
-
-    def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
-        return read_job(self.queue, job_id, record, fence)
 
     def _make_run(self, job_id: str, coroutine: Coroutine[Any, Any, Any]) -> Run:
         slot = self._slot
@@ -376,43 +431,7 @@ class FailAttemptRunner(AttemptRunner):
     """Runs attempts of the fail handler, whose data is [original data, original job, error]."""
 
     of_fail_handler = True
-
-    def _read(self, job_id: str, record: bytes, fence: int) -> tuple[Any, Job]:
-        stored, job = read_job(self.queue, job_id, record, fence)
-        try:
-            (identifier, job_type, data, *trace), original, error = stored
-            original |= {"identifier": identifier or original["id"], "type": job_type}
-            # The fail handler belongs to the same trace.
-            job.trace = trace[0] if trace else None
-        except (TypeError, ValueError, KeyError) as exc:
-            raise InvalidData(f"broken fail job: {exc}") from exc
-        return [data, original, error], job
-
-
-def read_job(queue: str, job_id: str, packed: bytes, fence: int) -> tuple[Any, Job]:
-    """Decodes a claimed record."""
-    if packed[:1] == b"p":
-        # The common case, decoded in as few steps as possible: FLAG PRIORITY ' ' ENQUEUED_US '\n' BODY.
-        newline = packed.find(b"\n", 3)
-        try:
-            identifier, job_type, data, *rest = orjson.loads(packed[newline + 1 :])
-            enqueued_at = int(packed[3:newline]) / 1e6
-            job = Job(queue, job_id, identifier or job_id, job_type, packed[1] - 48, enqueued_at, fence)
-            if rest:
-                job.trace = rest[0]
-            return data, job
-        except (ValueError, TypeError) as exc:
-            raise InvalidData(f"broken job record: {exc}") from exc
-    record = unpack(packed)
-    counts = (record.retry_count, record.stall_count, record.timeout_count)
-    identifier = record.identifier or job_id
-    enqueued_at = record.enqueued_us / 1e6
-    about = (identifier, record.type, record.priority, enqueued_at)
-    more: tuple[Any, ...] = (record.trace, record.snooze_count)
-    if (options := record.options) is not None:
-        inputs = Inputs(options.input_count, options.input_use) if options.input_count else None
-        more = (*more, options.tick_ms, inputs, options.batch, options.member)
-    return record.data, Job(queue, job_id, *about, fence, counts, *more)
+    _read = staticmethod(read_fail_job)
 
 
 def _never() -> bool:

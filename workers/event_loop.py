@@ -30,7 +30,7 @@ from forq.errors import ExitCode
 from forq.output.streams import finish_output
 from forq.output.writer import CURRENT_JOB
 from forq.procs.scoreboard import LENIENCE, STEP
-from forq.workers.handlers import exit_if_forked_from
+from forq.workers.handlers import exit_if_forked, fork_mark
 
 log = logging.getLogger("forq")
 
@@ -49,7 +49,7 @@ CLOSE_SECONDS = 1.0
 # Of a coroutine without timeout: threading accepts no infinity.
 _NO_TIMEOUT = -1
 
-_getpid, _monotonic, _monotonic_ns = os.getpid, time.monotonic, time.monotonic_ns
+_monotonic, _monotonic_ns = time.monotonic, time.monotonic_ns
 # The frame under which the loop runs a callback or a step of a task.
 HANDLE_RUN = getattr(Handle._run, "__code__", None)
 
@@ -76,6 +76,7 @@ class EventLoop:
         self._woken = False
         self._wake_fd = -1
         self._pid = os.getpid()
+        self._fork_mark = fork_mark()
 
     @property
     def started(self) -> bool:
@@ -211,7 +212,7 @@ class EventLoop:
             # is also that of the task; the other jobs go on.
             with suppress(BaseException):
                 loop.run_forever()
-            exit_if_forked_from(self._pid)
+            exit_if_forked(self._fork_mark)
             if loop.is_closed():
                 log.critical("a handler closed the event loop; ending the process")
                 os._exit(ExitCode.FAILED)
@@ -274,7 +275,7 @@ class Run:
     """
 
     __slots__ = (
-        *("_coroutine", "_pid", "_send", "_throw", "cancelled", "cause", "due", "finished", "job_id", "on_end"),
+        *("_coroutine", "_fork_mark", "_send", "_throw", "cancelled", "cause", "due", "finished", "job_id", "on_end"),
         *("overdue", "raised", "result", "started", "task", "thrown", "words"),
     )
 
@@ -302,7 +303,7 @@ class Run:
         self.started = self.finished = False
         self._coroutine = coroutine
         self._send, self._throw = coroutine.send, coroutine.throw
-        self._pid = _getpid()
+        self._fork_mark = fork_mark()
 
     @property
     def coroutine(self) -> Coroutine[Any, Any, Any]:
@@ -354,7 +355,7 @@ class Run:
         except BaseException as exc:  # a handler may raise anything; SystemExit would end the loop
             self.raised = exc
         finally:
-            exit_if_forked_from(self._pid)
+            exit_if_forked(self._fork_mark)
             self._finish()
 
     def _task_done(self, task: "asyncio.Task[None]") -> None:
@@ -389,7 +390,7 @@ class Run:
             return self._send(value)
         finally:
             # First: a forked process shares the slot.
-            if _getpid() != self._pid:
+            if not self._fork_mark[0]:
                 os._exit(0)
             if words is not None:
                 words[STEP] = 0
@@ -401,7 +402,7 @@ class Run:
         try:
             return self._throw(*exception)
         finally:
-            if _getpid() != self._pid:
+            if not self._fork_mark[0]:
                 os._exit(0)
             if words is not None:
                 words[STEP] = 0

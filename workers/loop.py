@@ -1,7 +1,7 @@
 """One worker of one queue: claims a batch of jobs, runs it, and settles it with the next claim.
 
 1. A turn settles the jobs that ran and claims the next batch, in one call. The worker blocks in Redis only when no job
-   is ready.
+   is ready. If its last job came alone, it settles that job with the next wait.
 2. Before each job the worker publishes its position in one word of the scoreboard. If the worker dies or hangs, that
    word shows which job was running, which jobs had run, and which had not started.
 3. Jobs that have not started can be rescued: pulse returns them to the queue when their worker is slow. So after a slow
@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 
 from forq.broker.claim import Consumer, Limits, Results, Settled, Turn
 from forq.broker.scripts import Fate
@@ -28,6 +29,7 @@ from forq.procs.scoreboard import (
     GUARDED,
     HELD,
     INDEX_SHIFT,
+    JOB_AT,
     POSITION,
     STARTED,
     STATE,
@@ -42,6 +44,7 @@ from forq.procs.scoreboard import (
     Slot,
     State,
     WorkerStats,
+    write_job,
 )
 from forq.workers.attempt import NO_RESULT, AttemptRunner, Failure
 from forq.workers.event_loop import Cancelled, Run
@@ -60,16 +63,23 @@ PREFETCH_BELOW_NS = 8_000_000
 MAX_BATCH_NS = 2 * TARGET_BATCH_NS
 # An idle worker claims a single job if jobs take longer than this: other workers may be idle too.
 QUICK_JOB_NS = 500_000
+# A wait that took longer than this was probably for a job that did not exist yet.
+WAITED_NS = 300_000
+# Values per job in Settled, of one that succeeded.
+SETTLED_LENGTH = 3
 # See duty 3. Must be well below the age at which pulse rescues the rest of a batch (pulse.RESCUE_AFTER_MS).
 SLOW_JOB_NS = 10_000_000
 # Results are sent with the turn. Above this total the worker takes a turn at once, or the call might be too large.
 MAX_RESULTS_BYTES = 4 << 20
 
 # Of records without options of their own.
-PLAIN_FLAG = b"p"
+PLAIN_FLAG = ord("p")
 
 # Raw output of shorter jobs may lack a job id: marking the end of every job would cost too much.
 MARK_END_MIN_US = 100
+
+# As they are sent: packing a number takes five times as long as packing bytes. Run times are often that short.
+SMALL_NUMBERS = tuple(b"%d" % number for number in range(100))
 
 REFUSED_LOG_INTERVAL_NS = 60 * 10**9
 DROPPED_LOG_INTERVAL_NS = 10**9
@@ -97,7 +107,7 @@ class TurnNumbers:
 class BatchProgress:
     """How far a worker has run its batch: either its thread or the event loop continues with it."""
 
-    __slots__ = ("base", "first_started", "index", "jobs", "lost", "previous", "ran", "started")
+    __slots__ = ("base", "first_started", "index", "jobs", "lost", "previous", "ran", "started", "turn_due")
 
     def __init__(self, jobs: Batch, base: int, now_ns: int) -> None:
         # The jobs of the last turn; the turn number, as it stands in a position; the next job.
@@ -105,6 +115,8 @@ class BatchProgress:
         # Start times: of the batch, of the current job, and of the job before it in this turn (0: none).
         self.first_started, self.started, self.previous = now_ns, 0, 0
         self.ran = 0
+        # A turn is due before the next job.
+        self.turn_due = False
         # The rest belongs to other workers, or the worker was stopped.
         self.lost = False
 
@@ -173,6 +185,9 @@ class WorkerLoop:
         # The next job may have another timeout than the slot shows.
         self._own_timeouts = False
         self._parked: State | None = None
+        # The last job had to be waited for, and came alone.
+        self._arrives_singly = False
+        self._waits_since_ns = 0
         # The reply to a turn that was sent along with a blocking wait.
         self._prefetched: Turn | None = None
         self._out_of_memory_logged = False
@@ -227,6 +242,8 @@ class WorkerLoop:
     def _claim(self) -> Batch:
         """Settles the last batch and claims the next."""
         turn, self._prefetched = self._prefetched, None
+        if turn is None and self._settles_while_waiting():
+            return []
         if turn is None:
             turn = self._take_turn(keep=0, want=self._recycling.claimable(self._want, self._unsettled))
         if turn is None:
@@ -248,9 +265,6 @@ class WorkerLoop:
             self._attempts.run_chain(run, partial(self._continue_batch, progress))
         if progress.lost:
             return
-        # A failed job keeps the position "running" until it is settled: it must not look like a job that is done.
-        if not self._failed:
-            words[POSITION] = progress.base | progress.index << INDEX_SHIFT
         finish_output()
         self._adapt_batch_size((self._now() - progress.first_started) // max(progress.ran, 1))
 
@@ -258,7 +272,10 @@ class WorkerLoop:
         """On the event loop: the coroutine of the current job has ended. Returns the one of the next job; None if the
         worker's thread has to continue: the batch has ended, a turn is due, or the next handler is not async."""
         failure = self._attempts.end(run, int(self._fence))
-        self._job_ended(progress.jobs[progress.index][0], run.job_id or "", progress.started, failure)
+        micros = (self._now() - progress.started) // 1000
+        if micros >= MARK_END_MIN_US:
+            mark_job_end(run.job_id or "")
+        self._job_ended(progress.jobs[progress.index][0], run.job_id or "", micros, failure)
         progress.previous = progress.started
         progress.index += 1
         progress.ran += 1
@@ -273,76 +290,122 @@ class WorkerLoop:
         """Runs the rest of the batch, up to the first job with an async handler: returns its coroutine.
 
         On the event loop, where nothing may block, it returns None before a turn and before other handlers."""
+        while True:
+            run = self._run_until_turn(progress, on_loop=on_loop)
+            if not progress.turn_due or not self._confirm_rest(progress):
+                return run
+
+    def _run_until_turn(self, progress: BatchProgress, *, on_loop: bool) -> Run | None:
+        """The same, up to the first job before which a turn is due."""
         # Looked up once: these are used for every job.
-        words, attempts, now, is_stopping = self.slot.words, self._attempts, self._now, self._stop.is_set
-        fence, first_started = int(self._fence), progress.first_started
-        batch, index, ran = progress.jobs, progress.index, progress.ran
+        slot_bytes, words, attempts = self.slot.bytes, self.slot.words, self._attempts
+        now, is_stopping = self._now, self._stop.is_set
+        fence, overrun_ns = int(self._fence), progress.first_started + MAX_BATCH_NS
+        batch, first, index = progress.jobs, progress.index, progress.index
         base, previous = progress.base, progress.previous
-        count = len(batch)
+        has_failed, settles = bool(self._failed), self._must_settle()
         run: Run | None = None
-        while index < count and not is_stopping():
-            started = now()
+        # Run times of the jobs before `index` that are not noted as done yet.
+        micros: list[int] = []
+        # What the positions of jobs that start in the same tick have in common, and when that tick ends.
+        in_tick = tick_ends = 0
+        started = now()
+        for job_id, record in islice(batch, first, None):
+            if is_stopping():
+                break
             # The id before the position: a reader that finds this id must not see the position of the job before.
-            self.slot.job = batch[index][0]
-            if not self._failed:
-                position = (started >> TICK_NS_SHIFT & TICK_MASK) << TICK_SHIFT | base | index << INDEX_SHIFT | 1
-                if self._own_timeouts or batch[index][1][:1] != PLAIN_FLAG:
-                    own_ms = self._own_timeout_ms(batch[index])
+            write_job(slot_bytes, JOB_AT, job_id)
+            if not has_failed:
+                if started >= tick_ends:
+                    tick = started >> TICK_NS_SHIFT
+                    in_tick, tick_ends = (tick & TICK_MASK) << TICK_SHIFT | base | 1, (tick + 1) << TICK_NS_SHIFT
+                if self._own_timeouts or (record and record[0]) != PLAIN_FLAG:
+                    own_ms = self._own_timeout_ms((job_id, record))
                     if on_loop and own_ms != words[TIMEOUT]:
                         # A chain has one timeout, and the message to the supervisor may block.
                         break
-                    self._publish_with_timeout(own_ms, position, base | index << INDEX_SHIFT, started)
+                    at = index << INDEX_SHIFT
+                    self._publish_with_timeout(own_ms, in_tick | at, base | at, started)
                 else:
-                    words[POSITION] = position
+                    words[POSITION] = in_tick | index << INDEX_SHIFT
             # TAKEN and the clock are read after the position is published. If pulse saw the previous position for long
             # enough to rescue the batch, that time has passed by now, so `slow` is true here.
             taken = not index and words[TAKEN] == self._number
             slow = previous and now() - previous > SLOW_JOB_NS
-            overrun = ran and started - first_started > MAX_BATCH_NS
-            if on_loop and (slow or overrun or self._results_bytes > MAX_RESULTS_BYTES):
-                words[POSITION] = base | index << INDEX_SHIFT
-                break
-            if slow or overrun:
-                # The jobs behind it are returned anyway, so claim fewer next time.
-                self._max_want = max(1, self._max_want // 2)
-                self._want = min(self._want, self._max_want)
-            if overrun:
-                # The next turn returns the rest.
-                break
-            if self._failed or slow or taken or self._results_bytes > MAX_RESULTS_BYTES:
-                if not self._failed:
-                    words[POSITION] = base | index << INDEX_SHIFT
-                turn = self._take_turn(keep=count - index, want=0)
-                if turn is None or not turn.held:
-                    progress.lost = True
+            overrun = started > overrun_ns and (index > first or progress.ran)
+            if slow or overrun or taken or settles:
+                if on_loop:
                     break
-                words[STATE] = State.BUSY
-                self._apply_limits()
-                batch, count, index = batch[index:], count - index, 0
-                base, previous = self._turn_bits(), 0
-                continue
-            job_id, record = batch[index]
+                if slow or overrun:
+                    # The jobs behind it are returned anyway, so claim fewer next time.
+                    self._max_want = max(1, self._max_want // 2)
+                    self._want = min(self._want, self._max_want)
+                # After an overrun the next turn returns the rest.
+                progress.turn_due = not overrun
+                break
             words[STARTED] = started
             # Another program may have stored an id that is not UTF-8. It must not end the worker.
-            id_text = job_id.decode(errors="replace")
+            id_text = job_id.decode("utf-8", "replace")
             if attempts.chains and (run := attempts.begin(id_text, record, fence)) is not None:
                 progress.started = started
                 break
             if on_loop:
-                words[POSITION] = base | index << INDEX_SHIFT
                 break
-            self._job_ended(job_id, id_text, started, attempts.run(id_text, record, fence))
+            failure = attempts.run(id_text, record, fence)
             previous = started
+            # The end of this job, and the start of the next.
+            started = now()
             index += 1
-            ran += 1
-        progress.jobs, progress.index, progress.ran = batch, index, ran
-        progress.base, progress.previous = base, previous
+            took = (started - previous) // 1000
+            if took >= MARK_END_MIN_US:
+                mark_job_end(id_text)
+                started = now()
+            if failure is None and attempts.result is None:
+                micros.append(took)
+            else:
+                self._note_done(batch, index - 1, micros)
+                self._job_ended(job_id, id_text, took, failure)
+                micros, has_failed, settles = [], bool(self._failed), self._must_settle()
+                started = now()
+        # A failed job keeps the position "running" until it is settled: it must not look like a job that is done. After
+        # any other it is left at once: a job that has ended must not look interrupted.
+        if run is None and not has_failed:
+            words[POSITION] = base | index << INDEX_SHIFT
+        self._note_done(batch, index, micros)
+        progress.index, progress.previous = index, previous
+        progress.ran += index - first
         return run
 
-    def _job_ended(self, job_id: bytes, id_text: str, started: int, failure: Failure | None) -> None:
-        micros = (self._now() - started) // 1000
-        if micros >= MARK_END_MIN_US:
-            mark_job_end(id_text)
+    def _must_settle(self) -> bool:
+        """Whether a turn is due before the next job."""
+        return bool(self._failed) or self._results_bytes > MAX_RESULTS_BYTES
+
+    def _confirm_rest(self, progress: BatchProgress) -> bool:
+        """Takes a turn within a batch, to learn whether this worker still holds the rest; False if not."""
+        index, progress.turn_due = progress.index, False
+        turn = self._take_turn(keep=len(progress.jobs) - index, want=0)
+        if turn is None or not turn.held:
+            progress.lost = True
+            return False
+        self.slot.words[STATE] = State.BUSY
+        self._apply_limits()
+        progress.jobs, progress.index = progress.jobs[index:], 0
+        progress.base, progress.previous = self._turn_bits(), 0
+        return True
+
+    def _note_done(self, batch: Batch, end: int, micros: list[int]) -> None:
+        """Notes that the jobs before `end` have succeeded, without results that are kept: one per run time."""
+        number = len(micros)
+        if number:
+            done: Settled = [self._fence] * (3 * number)
+            done[::3] = [job_id for job_id, _ in batch[end - number : end]]
+            done[2::3] = [SMALL_NUMBERS[each] if each < len(SMALL_NUMBERS) else each for each in micros]
+            self._done += done
+            self._unsettled += number
+            if self._stats is not None:
+                self._micros += micros
+
+    def _job_ended(self, job_id: bytes, id_text: str, micros: int, failure: Failure | None) -> None:
         if failure is None or not failure.interrupted:
             self._unsettled += 1
             if self._stats is not None:
@@ -408,18 +471,22 @@ class WorkerLoop:
 
     def _turn_done(self, turn: Turn) -> None:
         """Publishes the turn and clears the settled jobs."""
-        if turn.refused:
-            self._log_refused(len(turn.refused))
         self._publish_turn()
-        self.slot.words[DONE] += self._unsettled
+        self._settled(turn.refused)
         self._limits = turn.limits
-        self._done, self._failed, self._unsettled = [], [], 0
+        self._failed = []
         if self._results:
             self._results, self._results_bytes = [], 0
             self.slot.has_results = False
         self._log_fate(turn)
         if self._dropped is not None:
             self._log_dropped_results()
+
+    def _settled(self, refused: list[bytes]) -> None:
+        if refused:
+            self._log_refused(len(refused))
+        self.slot.words[DONE] += self._unsettled
+        self._done, self._unsettled = [], 0
 
     def _publish_turn(self) -> None:
         """The position at the start of this turn. The full number first: see Slot.read_position."""
@@ -481,6 +548,8 @@ class WorkerLoop:
         """Blocks in Redis until there may be a job."""
         self._show_waiting(self._idle_state if self._parked is None else self._parked)
         may_claim = self._grant.stop_using() and self._claims_ahead
+        if not may_claim or self._parked is not None:
+            self.settle()
         self._blocking = True
         try:
             self.consumer.fetch_client_id()
@@ -510,12 +579,35 @@ class WorkerLoop:
         """Sends the claim along with the wait: a job starts one round trip earlier."""
         while not self.stopping and self._prefetched is None:
             self._number = self._numbers.next()
-            turn = self.consumer.wait_for_turn(self._number, self._recycling.claimable(self._want_when_idle, 0))
+            want = self._recycling.claimable(self._want_when_idle, self._unsettled)
+            self._waits_since_ns = self._now()
+            if self._done:
+                turn = self.consumer.settle_and_wait(self._number, want, self._done, self._settled_before_wait)
+            else:
+                turn = self.consumer.wait_for_turn(self._number, want)
             if turn is None:
                 return
             self._turn_done(turn)
             if turn.jobs or turn.paused or turn.limited:
                 self._prefetched = turn
+                self._arrives_singly = len(turn.jobs) == 2 and self._now() - self._waits_since_ns > WAITED_NS
+
+    def _settled_before_wait(self, refused: list[bytes]) -> None:
+        self._settled(refused)
+        # A round trip is no wait: if a job was there, its reply comes with this one.
+        self._waits_since_ns = self._now()
+
+    def _settles_while_waiting(self) -> bool:
+        """Whether to settle the last job with the next wait: it arrived alone, so probably no other one is there."""
+        singly, self._arrives_singly = self._arrives_singly, False
+        if not singly or len(self._done) != SETTLED_LENGTH or self._failed or self._results:
+            return False
+        if not self._claims_ahead or self.consumer.link.is_cluster:
+            return False
+        if not self._recycling.claimable(1, self._unsettled):
+            return False
+        self._want_when_idle = 1
+        return True
 
     def _show_waiting(self, state: State) -> None:
         words = self.slot.words

@@ -1,8 +1,9 @@
-"""arq, 100 jobs at a time, no results kept. Bulk: 100 calls at a time."""
+"""arq, 100 jobs at a time, no results kept, polls every 50 ms. Bulk: 20 calls at a time."""
 
 import asyncio
 
 import job_run
+import uvloop
 import verbs
 from arq import create_pool
 from arq.connections import RedisSettings
@@ -25,16 +26,13 @@ async def send(argument):
     await pool.enqueue_job("noop", argument)
 
 
-async def send_many(arguments):
-    for start in range(0, len(arguments), 100):
-        await asyncio.gather(*(send(argument) for argument in arguments[start : start + 100]))
-
-
 def work():
-    asyncio.set_event_loop(asyncio.new_event_loop())
+    asyncio.set_event_loop(uvloop.new_event_loop())
     jobs = verbs.CONCURRENCY or 100
-    Worker([func(noop, name="noop", keep_result=0)], redis_settings=settings, max_jobs=jobs, log_results=False).run()
+    noops = [func(noop, name="noop", keep_result=0)]
+    # Its default is to look for jobs every 0.5 s.
+    Worker(noops, redis_settings=settings, max_jobs=jobs, poll_delay=0.05, log_results=False).run()
 
 
 if __name__ == "__main__":
-    verbs.main(send, send_many, work, prepare)
+    verbs.main(send, None, work, prepare, at_once=20)

@@ -12,6 +12,8 @@ app.conf.update(
     task_acks_late=verbs.DURABLE,
     task_reject_on_worker_lost=verbs.DURABLE,
     worker_prefetch_multiplier=1 if verbs.DURABLE else 64,
+    # Its guide: switch them off where no task has one.
+    worker_disable_rate_limits=True,
     broker_connection_retry_on_startup=True,
     worker_hijack_root_logger=False,
     task_default_queue="bench",

@@ -1,4 +1,8 @@
-"""Dramatiq, 8 threads, without middleware but the one that retries (its default has seven)."""
+"""Dramatiq, 8 threads, prefetch 100, without middleware but the one that retries (its default has seven).
+
+A consumer whose prefetched messages are all taken sleeps, longer each time, so few of them leave the threads without
+work. The roster sets the prefetch, which Dramatiq reads from the environment.
+"""
 
 import threading
 

@@ -1,4 +1,4 @@
-"""Huey, 4 threads (1 where asked for), blocking pop, no results, no scheduler of periodic tasks."""
+"""Huey, 2 threads (1 where asked for), blocking pop, no results, no scheduler of periodic tasks."""
 
 import logging
 
@@ -12,7 +12,7 @@ noop = huey.task(name="noop")(job_run.run)
 
 def work():
     logging.getLogger("huey").setLevel(logging.ERROR)
-    huey.create_consumer(workers=verbs.CONCURRENCY or 4, worker_type="thread", periodic=False).run()
+    huey.create_consumer(workers=verbs.CONCURRENCY or 2, worker_type="thread", periodic=False).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""RQ. Fast: SimpleWorker (no fork per job), no result kept. Durable: Worker, three retries."""
+"""RQ, with JSON for pickle. Fast: SimpleWorker (no fork per job), no result kept. Durable: Worker, three retries."""
 
 import job_run
 import verbs
@@ -6,7 +6,7 @@ from redis import Redis
 from rq import Queue, Retry, SimpleWorker, Worker
 
 connection = Redis(unix_socket_path=verbs.SOCKET)
-queue = Queue("bench", connection=connection)
+queue = Queue("bench", connection=connection, serializer="json")
 retry = Retry(max=3) if verbs.DURABLE else None
 
 
@@ -20,7 +20,7 @@ def send_many(arguments):
 
 def work():
     kind = Worker if verbs.DURABLE else SimpleWorker
-    kind([queue], connection=connection, log_job_description=False).work(logging_level="ERROR")
+    kind([queue], connection=connection, serializer="json", log_job_description=False).work(logging_level="ERROR")
 
 
 if __name__ == "__main__":

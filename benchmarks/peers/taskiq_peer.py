@@ -1,7 +1,5 @@
 """Taskiq, 100 tasks at a time. Fast: list broker. Durable: stream broker (it acknowledges; the other forgets)."""
 
-import asyncio
-
 import job_run
 import verbs
 from taskiq.api import run_receiver_task
@@ -19,8 +17,8 @@ def work():
             broker, max_async_tasks=verbs.CONCURRENCY or 100, max_prefetch=0 if verbs.CONCURRENCY else 100
         )
 
-    asyncio.run(receive())
+    verbs.run(receive())
 
 
 if __name__ == "__main__":
-    verbs.main(noop.kiq, None, work, broker.startup)
+    verbs.main(noop.kiq, None, work, broker.startup, at_once=20)

@@ -5,16 +5,24 @@
     NAME_peer.py arrivals FILE MS    enqueue at the times in FILE (ns from the start), jobs that take MS ms
     NAME_peer.py work                consume until killed
 
-From the environment: BENCH_SOCKET; BENCH_CONCURRENCY (a number; 0: what is fastest); BENCH_DURABLE=1: the settings
-under which the peer loses least; BENCH_TYPED=1: jobs with two typed arguments instead of a dict. Without a bulk call,
-`bulk` enqueues one by one.
+From the environment: BENCH_SOCKET (for PostgreSQL the folder of its socket); BENCH_CONCURRENCY (a number; 0: what is
+fastest); BENCH_DURABLE=1: the settings under which the peer loses least; BENCH_TYPED=1: jobs with two typed arguments
+instead of a dict. Without a bulk call, `bulk` enqueues one by one. Peers whose environment has uvloop use it.
 """
 
 import asyncio
+import contextlib
 import inspect
 import os
 import sys
 import time
+
+try:
+    import uvloop
+except ImportError:
+    run = asyncio.run
+else:
+    run = uvloop.run
 
 SOCKET = os.environ.get("BENCH_SOCKET", "")
 CONCURRENCY = int(os.environ.get("BENCH_CONCURRENCY", "0"))
@@ -62,13 +70,23 @@ async def _call(function, argument):
         await result
 
 
+def _at_once(send, most):
+
+    async def send_many(arguments):
+        for start in range(0, len(arguments), most):
+            await asyncio.gather(*(send(argument) for argument in arguments[start : start + most]))
+
+    return send_many
+
+
 def _typed(send):
     return lambda argument: send(argument["n"], SUBJECT)
 
 
-def main(send, send_many, work, prepare=None):
+def main(send, send_many, work, prepare=None, within=None, at_once=0):
     """`send`: takes the arguments of a job. `send_many`: takes a list of dicts. `prepare`: run first, in the event loop
-    of the verbs that enqueue. `work`: an ordinary function."""
+    of the verbs that enqueue. `within`: a context manager around them. `work`: an ordinary function. `at_once`: without
+    `send_many`, so many calls of an asynchronous `send` at a time."""
     verb, *rest = sys.argv[1:]
     if verb == "work":
         work()
@@ -76,8 +94,14 @@ def main(send, send_many, work, prepare=None):
 
     if TYPED:
         send = _typed(send)
+    if at_once:
+        send_many = _at_once(send, at_once)
 
     async def enqueue():
+        async with within or contextlib.nullcontext():
+            await enqueue_within()
+
+    async def enqueue_within():
         if prepare is not None:
             await _call(lambda _: prepare(), None)
         if verb == "one":
@@ -89,4 +113,4 @@ def main(send, send_many, work, prepare=None):
         else:
             await one(send, 3600.0, int(rest[0]) - WARM_UP)
 
-    asyncio.run(enqueue())
+    run(enqueue())

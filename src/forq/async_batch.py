@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 from forq.api_types import BatchInfo
 from forq.batch import Batch
-from forq.broker.enqueue import NewJob
+from forq.broker.chunks import NewJob
 from forq.client import Client
 
 if TYPE_CHECKING:

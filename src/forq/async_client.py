@@ -44,8 +44,9 @@ from forq.broker.async_connection import run_blocking
 from forq.broker.async_link import AsyncLink, Pool
 from forq.broker.async_subscription import Listener, SharedSubscription
 from forq.broker.batches import check_batch_id
+from forq.broker.chunks import NewJob
 from forq.broker.dead import DeadChanged, DeadPage
-from forq.broker.enqueue import JobIdentity, NewJob
+from forq.broker.enqueue import JobIdentity
 from forq.broker.inspect import Page
 from forq.broker.keys import DEFAULT_PRIORITY, ended_channel, handed_channel, queue_base
 from forq.broker.leases import Lease, LeaseReply, Leases

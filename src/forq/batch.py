@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 
 from forq.api_types import BatchInfo
 from forq.broker.batches import MEMBERS_PER_CALL, StoredBatch, check_batch_id
-from forq.broker.enqueue import NewJob, Producer, Repeatable, TokenTerms, Update, new_job
+from forq.broker.chunks import NewJob
+from forq.broker.enqueue import Producer, Repeatable, TokenTerms, Update, new_job
 from forq.broker.link import Link
 from forq.errors import Exists, UnknownQueue, UsageError
 from forq.job import Job, new_id

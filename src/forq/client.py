@@ -30,12 +30,11 @@ from forq.api_types import (
     When,
 )
 from forq.batch import Batch, Children, membership_of, open_batch
+from forq.broker.chunks import NewJob, PartlyStored
 from forq.broker.dead import DeadChanged, DeadJobs, DeadPage
 from forq.broker.enqueue import (
     DEFAULT_UPDATE,
     JobIdentity,
-    NewJob,
-    PartlyStored,
     Producer,
     Update,
     jobs_with_options,
@@ -306,13 +305,18 @@ class Queue:
     ) -> list[str]:
         """Stores many jobs, each given as its data; returns their ids.
 
-        They are sent in chunks, each stored whole or not at all. PartlyStored has the ids stored before a chunk failed,
-        and the reason. `durable`: as for `enqueue`, for each chunk. `timeout`, `max_retries`, `backoff`, `expires_in`,
+        They are sent in chunks, each stored whole or not at all, two at a time. If one fails, no further one is sent,
+        but the next may be stored already: PartlyStored has the ids of the jobs that were stored, that were refused,
+        and that may be stored. If none is stored, the error is that of the first chunk. `jobs` may use this client.
+
+        `durable`: as for `enqueue`, for each chunk. `timeout`, `max_retries`, `backoff`, `expires_in`,
         `keep_done`: as for `enqueue`, for each job.
 
         With `tokens`, one per job in the same order, the whole call may be repeated, also after PartlyStored and
         OutcomeUnknown: a stored job is not stored again, and keeps its id.
         """
+        if tokens is None and not own:
+            return self._producer().enqueue_data(jobs, durable)
         options = pack_job_options(**own)
         if tokens is None:
             return self._producer().enqueue_many(plain_jobs(jobs, options), durable=durable)

@@ -1,12 +1,32 @@
 """Tables are made from results alone, with a mark where a figure is unreliable."""
 
+import re
 from typing import Any
 
 import pytest
 
+from benchmarks.compare import described
 from benchmarks.measures import Sample, costs, drain_rate
-from benchmarks.tables import TABLES, all_tables, cell, filled, number, speed, waiting
+from benchmarks.roster import roster
+from benchmarks.tables import (
+    TABLES,
+    all_tables,
+    cell,
+    filled,
+    number,
+    prototype,
+    release,
+    settings,
+    speed,
+    trickle,
+    versions,
+    waiting,
+)
 from benchmarks.worker import Failed, Record
+from tests.docs.pages import ROOT
+
+# Of the pages' own test.
+LONGEST_LINE = 160
 
 
 @pytest.fixture
@@ -25,16 +45,24 @@ def results() -> dict[str, Any]:
         "crash_cap_seconds": 120.0,
         "disturbed_trials": 0,
         "peers": {
-            name: {"version": name, "settings": "fast", "durable_settings": "the same"} for name in ("forq", "huey")
+            "forq": {"version": "forq", "note": "this commit", "settings": "fast", "durable_settings": "the same"},
+            "huey": {"version": "huey", "released": "2025-12-22", "settings": "fast", "durable_settings": "the same"},
         },
         "left_out": {"sidekiq": "this is no Debian"},
         "prototype": {"64": {"per_second": 100_000.0, "worker_us": 3.0, "redis_us": 4.0}},
         "floors": {"load50": {"p50_ms": 0.0}},
         "trials": [{"peer": "huey", "measure": "idle", "error": "it hung"}],
         "summaries": {
-            "forq": {"drain": {"per_second": 50_000.0, **good}, "crash_process": {"seconds": 0.05, **good}},
+            "forq": {
+                "drain": {"per_second": 50_000.0, **good},
+                "bulk": {"per_second": 100_000.0, **good},
+                "limit": {"per_second": 40_000.0, "worker_us": 8.0, "redis_us": 5.0, **good},
+                "trickle": {"redis_us": 400.0, "worker_us": 260.0, "p50_ms": 0.5, "p99_ms": 1.5, **good},
+                "crash_process": {"seconds": 0.05, **good},
+            },
             "huey": {
                 "drain": {"per_second": 2_500.0, "rounds": 1, "disturbed": True},
+                "trickle": {"redis_us": 150.0, "p50_ms": 0.5, "p99_ms": 1.5, **good},
                 "crash_process": dict(good),
                 "idle": {"error": "it hung"},
             },
@@ -50,10 +78,42 @@ def test_a_number_shows_three_significant_figures(value: float, text: str) -> No
     assert number(value) == text
 
 
+def columns(row: str) -> list[str]:
+    return [part.strip() for part in row.split("|")[1:-1]]
+
+
 def test_the_speed_table_shows_how_many_times_faster_forq_is(results: dict[str, Any]) -> None:
-    rows = speed(results).splitlines()
-    assert rows[2].startswith("| forq | ")
-    assert "20.0\N{MULTIPLICATION SIGN}" in rows[3]
+    results["summaries"]["huey"]["bulk"] = {"per_second": 50_000.0, "rounds": 3, "disturbed": False}
+    head, _, forq, huey = map(columns, speed(results).splitlines())
+    assert head[2:6] == ["bulk /s", "forq is", "drain /s, 1 process", "forq is"]
+    assert forq[2:6] == ["100,000", "", "50,000", ""]
+    assert huey[2:6] == ["50,000", "2.00\N{MULTIPLICATION SIGN}", "2,500 †", "20.0\N{MULTIPLICATION SIGN}"]
+
+
+def test_a_peer_without_a_bulk_call_has_no_ratio(results: dict[str, Any]) -> None:
+    huey = columns(speed(results).splitlines()[3])
+    assert huey[2:4] == ["\N{EN DASH}", ""]
+
+
+def test_the_trickle_table_adds_up_what_a_job_costs(results: dict[str, Any]) -> None:
+    _, _, forq, huey = map(columns, trickle(results).splitlines())
+    assert forq == ["forq", "400", "260", "660", "0.50 / 1.50"]
+    assert huey == ["huey", "150", "\N{EN DASH}", "\N{EN DASH}", "0.50 / 1.50"]
+
+
+def test_forq_is_compared_with_the_bare_loop_that_ran_beside_it(results: dict[str, Any]) -> None:
+    head, _, bare, forq = map(columns, prototype(results).splitlines())
+    assert head[2] == "forq reaches"
+    assert bare[:3] == ["bare loop, 64 at a time", "100,000", "40 %"]
+    assert forq[:3] == ["forq", "40,000", ""]
+
+
+def test_a_version_has_its_age_at_the_time_of_the_run(results: dict[str, Any]) -> None:
+    huey = results["peers"]["huey"]
+    assert release(huey, results["taken_at"]) == "2025-12-22, 10 days before"
+    assert release(huey | {"note": "Debian's"}, results["taken_at"]) == "2025-12-22, 10 days before; Debian's"
+    assert release(results["peers"]["forq"], results["taken_at"]) == "this commit"
+    assert release(huey | {"released": None}, results["taken_at"]) == "unknown"
 
 
 def test_a_figure_without_a_quiet_round_is_marked(results: dict[str, Any]) -> None:
@@ -70,8 +130,26 @@ def test_a_job_that_never_ran_again_differs_from_one_that_was_not_measured(resul
 
 def test_skipped_and_failed_peers_are_listed_with_the_reason(results: dict[str, Any]) -> None:
     text = all_tables(results)
-    assert "| sidekiq | left out | this is no Debian |" in text
+    assert "| sidekiq | left out |  |" in text
+    assert "\n\nLeft out: sidekiq: this is no Debian\n" in text
     assert "Failed: huey, idle: it hung" in text
+
+
+def test_peers_that_failed_alike_share_a_line(results: dict[str, Any]) -> None:
+    results["trials"].append({"peer": "forq", "measure": "idle", "error": "it hung"})
+    assert "\nFailed: huey, forq, idle: it hung\n" in versions(results) + "\n"
+
+
+def test_every_table_has_a_place_on_the_page() -> None:
+    page = (ROOT / "docs/design/performance.md").read_text()
+    assert set(re.findall(r"<!-- table ([a-z]+) -->", page)) == set(TABLES)
+
+
+def test_no_line_of_the_settings_is_too_wide_for_a_page(results: dict[str, Any]) -> None:
+    results["peers"] = {peer.name: described(peer) | {"version": ""} for peer in roster()}
+    results["left_out"] = {"sidekiq": "apt-get ended with 100: " + "no such package; " * 12}
+    text = settings(results) + versions(results)
+    assert [line for line in text.splitlines() if len(line) > LONGEST_LINE] == []
 
 
 def test_tables_are_inserted_and_replaced(results: dict[str, Any]) -> None:

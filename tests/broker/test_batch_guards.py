@@ -21,7 +21,7 @@ from forq.client import Client, new_job
 from forq.errors import BatchEnded, Exists, FlowsOff, NoResult, UnknownBatch
 from forq.version import PROTOCOL
 from tests.broker.slow_flows import following_one_edge_per_call
-from tests.broker.test_batches import age_members, callbacks, deliver, ids, pass_hours
+from tests.broker.test_batches import age_members, callbacks, deliver, ids, nonce_of, pass_hours, set_nonce
 from tests.broker.test_held_guards import lines
 from tests.support.drive.one_queue import HandWorker, OneQueue, one_queue
 from tests.support.drive.release_queue import gate
@@ -571,9 +571,12 @@ def test_a_job_with_the_id_of_a_batch_is_not_taken_for_it(queue: OneQueue, clien
     queue.redis.zadd(queue.key("checks"), {"jsame": 1})
     promote(queue)
     assert queue.redis.zrange(queue.key("checks"), 0, -1) == [b"bsame"]
-    lose(queue, "jsame", 1)
+    age_members(queue, 1)
+    queue.link.run(script("lose"), queue.base, "lost", "jsame", nonce_of(queue, "same"), 1)
     assert batch.info()["open"] == 1
     queue.producer.enqueue([new_job(1, id="same", after="a")])
+    # As if both had been stored in the same microsecond.
+    set_nonce(queue, "same", queue.hash("held")["same"].split(" ")[0])
     client.batch("q", id="z")
     worker.turn(1)
     lose(queue, "bsame", 1)

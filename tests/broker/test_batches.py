@@ -1,6 +1,6 @@
 """Batches: members in any queues, callbacks, reports between queues, members that are lost."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -63,6 +63,15 @@ def age_members(queue: OneQueue, hours: float) -> None:
         member_queue, job_id, seconds, parent = value.split(" ")
         moved = f"{member_queue} {job_id} {int(seconds) - round(hours * 3600)} {parent}"
         queue.redis.hset(queue.key("batch:members"), field, moved)
+
+
+def nonce_of(queue: OneQueue, batch_id: str) -> str:
+    return queue.hash("batches")[batch_id].rpartition(" ")[2]
+
+
+def set_nonce(queue: OneQueue, batch_id: str, nonce: str) -> None:
+    fields = queue.hash("batches")[batch_id].rpartition(" ")[0]
+    queue.redis.hset(queue.key("batches"), batch_id, f"{fields} {nonce}")
 
 
 def is_clean(queue: OneQueue) -> bool:
@@ -182,6 +191,7 @@ def test_a_report_that_arrives_twice_counts_once(
 def test_a_report_for_an_earlier_queue_of_the_name_is_dropped(client: Client, queue: OneQueue, other: OneQueue) -> None:
     with client.batch("q", id="same", **callbacks("on_done")) as batch:
         batch.enqueue("other", 1, id="a")
+    nonce = nonce_of(queue, "same")
     runner = other.worker()
     runner.turn(1)
     queue.registry.delete("q", force=True)
@@ -190,6 +200,8 @@ def test_a_report_for_an_earlier_queue_of_the_name_is_dropped(client: Client, qu
     again = client.batch("q", id="same", **callbacks("on_done"))
     again.enqueue("other", 1, id="b")
     again.flush()
+    # As if the server's clock had been set back between them.
+    set_nonce(queue, "same", nonce)
     runner.turn(0, done="a")
     deliver(other)
     assert again.info()["open"] == 1
@@ -427,6 +439,28 @@ def test_reports_are_delivered_in_parts(client: Client, queue: OneQueue, other: 
         other.producer.cancel(f"m{number}")
     deliver(other)
     assert (batch.info()["state"], batch.info()["other"]) == ("failed", 3000)
+
+
+def test_reports_that_come_during_a_delivery_are_delivered_by_it(
+    client: Client, queue: OneQueue, other: OneQueue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first report wakes pulse: the others would wait for the next heartbeat."""
+    with client.batch("q", **callbacks("on_end")) as batch:
+        for number in range(10):
+            batch.enqueue("other", number, id=f"m{number}")
+    left, forget = iter(range(2, 10)), Reports._forget
+
+    def while_others_end(reports: Reports, base: str, name: str, lines: Sequence[bytes]) -> None:
+        if lines and (number := next(left, None)) is not None:
+            other.producer.cancel(f"m{number}")
+        forget(reports, base, name, lines)
+
+    monkeypatch.setattr(Reports, "_forget", while_others_end)
+    for number in range(2):
+        other.producer.cancel(f"m{number}")
+    deliver(other)
+    assert batch.info()["open"] == 0
+    assert is_clean(other)
 
 
 def test_a_report_for_an_earlier_batch_of_the_id_does_not_count(

@@ -50,7 +50,7 @@ def test_enqueueing_and_cancelling_leaves_nothing_behind(queue: OneQueue) -> Non
             for job_id in "abc":
                 queue.producer.cancel(job_id)
     assert queue.state() == State(jobs=set())
-    assert queue.hash("counts")["other_hints"] == "0"
+    assert queue.summary().other_hints == 0
 
 
 def test_cancelling_behind_a_waiting_job_leaves_only_that_job(queue: OneQueue) -> None:

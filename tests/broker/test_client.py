@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from forq.broker.enqueue import PartlyStored
+from forq.broker.chunks import PartlyStored
 from forq.client import Client, DeadChanged, Queue
 from forq.errors import (
     BeingDeleted,

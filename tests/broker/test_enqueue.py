@@ -12,7 +12,8 @@ from uuid import UUID
 import pytest
 
 from forq.broker import record
-from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, PartlyStored, Producer, Restored, Update, chunks, new_job
+from forq.broker.chunks import CHUNK_BYTES, CHUNK_JOBS, PartlyStored, chunks
+from forq.broker.enqueue import Producer, Restored, Update, new_job
 from forq.broker.keys import pending_key
 from forq.broker.link import Link
 from forq.broker.record import unpack
@@ -309,7 +310,7 @@ def test_bulk_keeps_its_order_across_chunks(queue: OneQueue) -> None:
 
 def test_a_failed_bulk_reports_what_was_stored_before(queue: OneQueue) -> None:
     jobs = [new_job(1, id=f"n{n}") for n in range(CHUNK_JOBS)]
-    with pytest.raises(PartlyStored, match=f"{CHUNK_JOBS} jobs before it were stored") as failed:
+    with pytest.raises(PartlyStored, match=f"{CHUNK_JOBS} jobs were stored, 1 refused") as failed:
         queue.producer.enqueue_many([*jobs, new_job(1, id="n0")], Update("refuse"))
     assert failed.value.stored == [job.id for job in jobs]
     with pytest.raises(Exists):

@@ -202,6 +202,17 @@ def test_workers_with_a_common_name_prefix_are_distinct(queue: ExternalQueue) ->
         queue.external.finish("w1", "a")
 
 
+def test_progress_ends_with_its_job_also_if_no_earlier_job_reported_any(queue: ExternalQueue) -> None:
+    for job_id in "ab":
+        queue.enqueue(job_id)
+        assert queue.lease() is not None
+        if job_id == "b":
+            assert not queue.summary().may_be_rare
+            queue.external.progress("w1", "b", 0.5, "half")
+        queue.external.finish("w1", job_id)
+    assert not queue.redis.exists(queue.key("progress"))
+
+
 def test_a_late_message_without_a_fence_does_not_apply_to_a_later_attempt(
     queue: ExternalQueue, monkeypatch: pytest.MonkeyPatch
 ) -> None:

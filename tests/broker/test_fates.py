@@ -28,7 +28,7 @@ def fail(worker: HandWorker, job_id: str = "a", kind: str = "retriable", retry_a
 
 
 def make_due(queue: OneQueue) -> None:
-    queue.redis.zadd(queue.key("scheduled"), {"a": 1000})
+    queue.set_due({"a": 1000})
 
 
 def lose(queue: OneQueue, worker: HandWorker, outcome: Outcome) -> Recovered:

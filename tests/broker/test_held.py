@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from forq.api_types import When
+from forq.broker.chunks import NewJob
 from forq.broker.dependencies import AS_LIST
-from forq.broker.enqueue import NewJob, Update, new_job
+from forq.broker.enqueue import Update, new_job
 from forq.broker.scripts import script
 from forq.errors import Exists, FlowsOff, QueueFull, UnknownDependency, UsageError
 from tests.support.drive.one_queue import HandWorker, OneQueue

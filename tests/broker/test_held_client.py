@@ -9,7 +9,8 @@ import pytest
 from forq.api_types import When
 from forq.async_client import AsyncClient
 from forq.broker.bulk import BulkChanges
-from forq.broker.enqueue import NewJob, new_job
+from forq.broker.chunks import NewJob
+from forq.broker.enqueue import new_job
 from forq.broker.explain import why
 from forq.broker.filters import JobFilter
 from forq.broker.inspect import find_job

@@ -7,8 +7,9 @@ import orjson
 import pytest
 
 from forq.api_types import When
+from forq.broker.chunks import NewJob
 from forq.broker.dead import DeadJobs
-from forq.broker.enqueue import NewJob, Update, new_job
+from forq.broker.enqueue import Update, new_job
 from forq.broker.recovery import Position
 from forq.broker.scripts import script
 from forq.errors import Exists, QueueFull, UnknownDependency, UsageError, WrongMode

@@ -103,7 +103,7 @@ def test_a_due_job_waits_since_its_run_at(queue: OneQueue) -> None:
     now = queue.redis.time()[0]
     queue.producer.enqueue([new_job(1, id="a", run_at=now + 1000), new_job(1, id="b", run_at=now + 2000)])
     assert oldest(queue) is None
-    queue.redis.zadd(queue.key("scheduled"), {"a": (now - 500) * 1000})
+    queue.set_due({"a": (now - 500) * 1000})
     assert oldest(queue) == now - 500
     assert queue.inspector.counts().overdue == 1
 
@@ -111,13 +111,13 @@ def test_a_due_job_waits_since_its_run_at(queue: OneQueue) -> None:
 def test_a_delayed_job_waits_only_from_its_run_at(queue: OneQueue) -> None:
     queue.producer.enqueue([new_job(1, id="a", run_at=4_000_000_000)])
     enqueued_at(queue, "a", 1000)
-    queue.redis.zadd(queue.key("scheduled"), {"a": 1})
+    queue.set_due({"a": 1})
     queue.recovery().promote(queue.name)
     assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(0, abs=60)
     queue.redis.hincrby(queue.key("counts"), "idle_until_ms", -500_000)
     assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "it waits from its run_at"
     queue.producer.enqueue([new_job(1, id="b", run_at=4_000_000_000)])
-    queue.redis.zadd(queue.key("scheduled"), {"b": 1})
+    queue.set_due({"b": 1})
     queue.recovery().promote(queue.name)
     assert queue.inspector.counts().oldest_waiting_seconds == pytest.approx(500, abs=60), "also with others behind it"
 

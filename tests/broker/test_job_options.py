@@ -4,9 +4,10 @@ from collections.abc import Iterator
 
 import pytest
 
+from forq.broker.chunks import NewJob
 from forq.broker.claim import Settled, Turn
 from forq.broker.dead import DeadJobs
-from forq.broker.enqueue import JobIdentity, NewJob, Update, new_job
+from forq.broker.enqueue import JobIdentity, Update, new_job
 from forq.broker.explain import why
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.broker.record import stored_options, unpack
@@ -52,7 +53,7 @@ def settle(worker: HandWorker, job_id: str, result: str, keep_ms: int | None) ->
 
 def make_due(queue: OneQueue, *ids: str) -> None:
     for job_id in ids or ("a",):
-        queue.redis.zadd(queue.key("scheduled"), {job_id: 1})
+        queue.set_due({job_id: 1})
 
 
 def options_of(queue: OneQueue, job_id: str = "a") -> str:

@@ -254,7 +254,7 @@ def test_dead_journals_whether_a_fail_job_follows(queue: OneQueue, fail_handler:
 def test_a_scheduled_job_without_a_record_is_dropped_when_due(queue: OneQueue) -> None:
     dispatch(queue, "a", "b", at_ms=FUTURE_MS)
     for job_id in "ab":
-        queue.redis.zadd(queue.key("scheduled"), {job_id: 1})
+        queue.set_due({job_id: 1})
     queue.redis.hdel(queue.key("jobs"), "a")
     queue.recovery().promote(queue.name)
     assert [(event.verb, event.job) for event in queue.events()[-2:]] == [("dropped", "a"), ("promoted", "b")]

@@ -195,7 +195,7 @@ def test_the_size_of_a_job_from_a_schedule_is_noted(queue: OneQueue) -> None:
 
 def test_a_due_job_larger_than_the_budget_is_promoted(queue: OneQueue) -> None:
     enqueue(queue, {"a": 5 * MB}, run_at=2_000_000_000)
-    queue.redis.zadd(queue.key("scheduled"), {"a": 1})
+    queue.set_due({"a": 1})
     queue.recovery().promote(queue.name)
     assert queue.pending() == ["a"]
 
@@ -244,7 +244,7 @@ def test_large_jobs_due_together_are_promoted_in_several_calls(queue: OneQueue) 
     ids = [f"j{n}" for n in range(9)]
     enqueue(queue, dict.fromkeys(ids, MB), run_at=2_000_000_000)
     for n, job_id in enumerate(ids):
-        queue.redis.zadd(queue.key("scheduled"), {job_id: n + 1})
+        queue.set_due({job_id: n + 1})
     for waiting in (4, 8, 9):
         due_ms = queue.recovery().promote(queue.name)
         assert queue.pending() == ids[:waiting]
@@ -278,7 +278,7 @@ def test_counts_read_few_large_jobs(queue: OneQueue) -> None:
     queue.redis.config_resetstat()
     counts = queue.inspector.counts()
     assert (counts.waiting, counts.oldest_waiting_seconds is None) == (15, False)
-    assert calls(queue, "hget") == 4, "the version of the options, the record of the stale hint, a live one, a count"
+    assert calls(queue, "hget") == 3, "the record of the stale hint, a live one, a count"
 
 
 def replies_of(queue: OneQueue, monkeypatch: pytest.MonkeyPatch) -> list[int]:

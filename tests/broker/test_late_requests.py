@@ -126,7 +126,7 @@ def test_a_late_blmove_of_an_id_that_its_worker_runs_leaves_the_job_with_the_wor
     worker.turn()
     worker.turn(want=1)
     queue.redis.rpush(queue.key("pending"), "a")
-    queue.redis.hset(queue.key("stale"), "5:a", 1)
+    queue.set_stale("5:a", 1)
     assert worker.block() == "a"
 
     send_late(worker, 1)

@@ -158,7 +158,7 @@ def test_a_queue_without_a_rate_has_no_bucket(queue: OneQueue) -> None:
 @pytest.mark.parametrize(("job_ms", "tick_ms"), [(600_000, 900_000), (900_000, 600_000), (-5000, 600_000)])
 def test_status_shows_when_the_next_job_or_tick_is_due(queue: OneQueue, job_ms: int, tick_ms: int) -> None:
     now_ms = int(time.time() * 1000)
-    queue.redis.zadd(queue.key("scheduled"), {"a": now_ms + job_ms})
+    queue.set_due({"a": now_ms + job_ms})
     queue.redis.zadd(queue.key("schedules:next"), {"k": now_ms + tick_ms})
     due = queue.inspector.counts().next_due_seconds
     assert due is not None

@@ -81,7 +81,7 @@ def test_recovered_jobs_go_back_to_the_list_of_their_priority(queue: OneQueue) -
     worker.turn(want=3)
     queue.recover(worker)
     assert queue.state() == State(jobs=set("abcd"), waiting={0: ["a", "b"], 9: ["c", "d"]})
-    assert queue.hash("counts")["other_hints"] == "4"
+    assert queue.summary().other_hints == 4
     assert queue.pending() == [""]
 
 

@@ -112,17 +112,17 @@ def test_a_queue_created_again_has_its_own_options(redis_url: str) -> None:
 def test_a_queue_created_again_on_another_server_has_its_own_options(queue: OneQueue) -> None:
     """This server was the master before and is again; it has seen neither the deletion nor the creation."""
     queue.enqueue("a")
-    assert queue.hash("counts")["options"] == f"{queue.hash('options')['epoch']} 1"
+    assert queue.summary().options == f"{queue.hash('options')['epoch']} 1"
     queue.redis.hset(queue.key("options"), mapping={"epoch": 1, "max_items": 1})
-    queue.redis.hset(queue.key("counts"), "options", "1 1")
+    queue.change_summary(options="1 1")
     with pytest.raises(QueueFull):
         queue.enqueue("b")
 
 
-def test_options_without_a_version_are_read_each_time(queue: OneQueue) -> None:
-    queue.redis.hdel(queue.key("counts"), "options")
+def test_options_of_a_lost_version_are_read_again(queue: OneQueue) -> None:
     queue.enqueue("a")
     queue.redis.hset(queue.key("options"), "max_items", 1)
+    queue.redis.delete(queue.key("summary"))
     with pytest.raises(QueueFull):
         queue.enqueue("b")
 

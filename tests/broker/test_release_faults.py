@@ -235,7 +235,7 @@ def test_an_item_updated_while_leased_comes_back_with_the_new_data(queue: Releas
 
 
 def test_a_fence_ahead_of_the_clock_gives_no_negative_duration(on_request: ReleaseQueue) -> None:
-    on_request.redis.hset(on_request.key("counts"), "fence", (now_ms(on_request) + HOUR_MS) * 1000)
+    on_request.change_summary(fence=(now_ms(on_request) + HOUR_MS) * 1000)
     on_request.enqueue("a")
     on_request.ack("x", on_request.ask("x"))
     assert [event.micros for event in on_request.events() if event.verb == "released"] == [0]

@@ -315,7 +315,7 @@ class ReleaseMachine(RuleBasedStateMachine):
             assert job_id == self.checks.line(before, lane)[0] if lane == "main" else True, "another item was first"
 
     def _sequence(self) -> str:
-        return self.queue.hash("counts").get("journal_sequence", "0")
+        return str(self.queue.summary().sequence)
 
     def _last_entry(self) -> list[Event]:
         return list(read_entry(self.queue.redis.xrevrange(self.queue.key("events"), count=1)[0][1]))

@@ -414,7 +414,7 @@ def test_a_stale_hint_of_a_finished_job_does_not_return_it(queue: OneQueue) -> N
     worker = queue.worker()
     worker.turn(want=3)
     queue.redis.rpush(queue.key("pending"), "a")
-    queue.redis.hset(queue.key("stale"), "5:a", 1)
+    queue.set_stale("5:a", 1)
     assert worker.block() == "a"
     assert queue.rescue(worker, 1) == 2
     state = queue.state()

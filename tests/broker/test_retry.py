@@ -31,7 +31,7 @@ def claim_and_fail(queue: OneQueue, worker: HandWorker, job_id: str, **how: obje
 
 def make_due(queue: OneQueue, *ids: str) -> None:
     for number, job_id in enumerate(ids):
-        queue.redis.zadd(queue.key("scheduled"), {job_id: 1000 + number})
+        queue.set_due({job_id: 1000 + number})
 
 
 @pytest.mark.spec("Q36", "Q37", "M12")
@@ -163,7 +163,7 @@ def test_jobs_due_at_the_same_time_keep_their_order(redis_url: str) -> None:
         for job_id in ids:
             claim_and_fail(queue, worker, job_id, retry_at_ms=round(time.time() // 1000 * 10**6) + 2 * 10**6)
         for job_id, score in queue.redis.zrange(queue.key("scheduled"), 0, -1, withscores=True):
-            queue.redis.zadd(queue.key("scheduled"), {job_id: score - 3 * 10**6})
+            queue.set_due({job_id: score - 3 * 10**6})
         assert queue.recovery().promote(queue.name) is None
         assert queue.pending() == ids
 

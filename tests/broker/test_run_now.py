@@ -111,7 +111,7 @@ def test_a_due_time_without_a_record_stays_for_promote(queue: OneQueue) -> None:
     queue.redis.hdel(queue.key("jobs"), "a")
     with pytest.raises(UnknownJob):
         queue.producer.run_now("a")
-    queue.redis.zadd(queue.key("scheduled"), {"a": 1})
+    queue.set_due({"a": 1})
     queue.recovery().promote(queue.name)
     assert queue.inspector.counts().dropped == 1
 

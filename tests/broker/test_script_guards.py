@@ -162,7 +162,7 @@ def test_only_a_new_earliest_scheduled_time_is_published(queue: OneQueue) -> Non
 def test_many_due_jobs_are_promoted_in_slices(queue: OneQueue) -> None:
     ids = [f"n{n}" for n in range(550)]
     queue.producer.enqueue([new_job(1, id=job_id, run_at=FUTURE) for job_id in ids])
-    queue.redis.zadd(queue.key("scheduled"), {job_id: 1000 + n for n, job_id in enumerate(ids)})
+    queue.set_due({job_id: 1000 + n for n, job_id in enumerate(ids)})
     assert queue.recovery().promote(queue.name) == 0
     assert queue.pending() == ids[:500]
 
@@ -170,7 +170,7 @@ def test_many_due_jobs_are_promoted_in_slices(queue: OneQueue) -> None:
 def test_jobs_due_together_keep_their_order_in_each_priority(queue: OneQueue) -> None:
     jobs = [new_job(1, id=f"n{n}", priority=(5, 3, 7)[n % 3], run_at=FUTURE) for n in range(30)]
     queue.producer.enqueue(jobs)
-    queue.redis.zadd(queue.key("scheduled"), {job.id: 1000 + n / 4096 for n, job in enumerate(jobs)})
+    queue.set_due({job.id: 1000 + n / 4096 for n, job in enumerate(jobs)})
     queue.recovery().promote(queue.name)
     for priority in (5, 3, 7):
         assert queue.pending(priority) == [job.id for job in jobs if job.priority == priority]
@@ -178,7 +178,7 @@ def test_jobs_due_together_keep_their_order_in_each_priority(queue: OneQueue) ->
 
 
 def test_a_scheduled_id_without_a_record_is_forgotten(queue: OneQueue) -> None:
-    queue.redis.zadd(queue.key("scheduled"), {"nobody": 1})
+    queue.set_due({"nobody": 1})
     assert queue.recovery().promote(queue.name) is None
     assert queue.state() == State(jobs=set())
 
@@ -242,7 +242,7 @@ def test_returned_work_of_another_priority_wakes_a_worker(queue: OneQueue, step:
         queue.rescue(worker, 0)
     else:
         queue.producer.enqueue([new_job(1, id="c", priority=7, run_at=FUTURE)])
-        queue.redis.zadd(queue.key("scheduled"), {"c": 1})
+        queue.set_due({"c": 1})
         queue.recovery().promote(queue.name)
     assert queue.pending() == [""]
 
@@ -265,7 +265,7 @@ def test_a_heartbeat_and_a_busy_worker_promote_due_jobs(queue: OneQueue) -> None
     worker = queue.worker()
     for step in ("beat", "turn"):
         queue.producer.enqueue([new_job(1, id=step, run_at=FUTURE)])
-        queue.redis.zadd(queue.key("scheduled"), {step: 1})
+        queue.set_due({step: 1})
         if step == "beat":
             queue.recovery().heartbeat(queue.name, 1000, [])
             assert queue.pending() == ["beat"]
@@ -371,7 +371,7 @@ def test_fences_keep_growing_while_the_clock_is_behind(redis_url: str, journal: 
     with one_queue(redis_url, journal=journal) as queue:
         queue.enqueue("a", "b", "c")
         worker = queue.worker()
-        queue.redis.hset(queue.key("counts"), "fence", 5 * 10**15)
+        queue.change_summary(fence=5 * 10**15)
         fences: list[int] = []
         for _ in range(3):
             worker.turn(want=1, keep=len(fences))

@@ -76,7 +76,8 @@ def test_the_header_of_a_verb_has_purpose_keys_argv_and_returns(verb: str) -> No
 def test_every_key_is_listed_in_keys(name: str) -> None:
     named = set(re.findall(r"\bkey\('([^']+)'\)", source(name)))
     assert named <= set(CONTROL_KEYS if name == "control" else QUEUE_KEYS)
-    published = set(re.findall(r"'PUBLISH', (\S+)", source(name)))
+    published = set(re.findall(r"'PUBLISH', (\S+)", source(name))) - {"queue.due_channel,"}
+    assert "cached.due_channel = channel('due')" in source("call")
     channels = [f"channel('{channel.partition(':')[0]}" for channel in (*CHANNELS, *CONTROL_CHANNELS)]
     assert all(called.startswith(tuple(channels)) for called in published), "a channel lacks its database number"
 
@@ -184,12 +185,15 @@ def test_every_refusal_code_has_its_own_error() -> None:
 
 
 def test_every_per_call_variable_is_reset_when_the_call_begins() -> None:
-    """Variables of all verbs in `begin`, which every call runs; those of turn.lua at the start of the turn."""
+    """Variables of all verbs in `begin`, which every call runs, or with the summary, which `open` reads; those of
+    turn.lua at the start of the turn."""
     declared = re.findall(r"^local ([a-z_, ]+|KEYS, ARGV)$", source("call"), re.MULTILINE)
     variables = {name for line in declared for name in line.split(", ")}
     assert {"KEYS", "events", "bucket", "has_progress"} <= variables
     begin = source("call").partition("local function begin(")[2].partition("\nend\n")[0]
-    assert assigned(begin) >= variables
+    read = source("summary").partition("function summary.read()")[2].partition("\nend\n")[0]
+    assert assigned(begin) | assigned(read) >= variables
+    assert "version" in assigned(begin), "summary.save does nothing in calls that have not read the summary"
     assert not re.search(r"^local [a-z_, ]+$", whole().replace(source("call"), "").replace(source("turn"), ""), re.M)
     own = re.findall(r"^local ([a-z_, ]+)$", source("turn"), re.MULTILINE)
     start = source("turn").partition("function verbs.turn()")[2].partition("turns.register()")[0]

@@ -38,7 +38,7 @@ def test_items_taken_by_their_ids_leave_a_bounded_number_of_hints(redis_url: str
         assert queue.redis.hlen(queue.key("stale")) <= most(len(ids))
         got = [queue.got(f"z{n}") for n in range(len(ids) + 9)]
         assert [job_id for job_id in got if job_id] == ids
-        assert queue.hash("counts").get("other_hints", "0") == "0"
+        assert queue.summary().other_hints == 0
         assert not queue.redis.exists(queue.key("stale"), queue.key("pending:swept"))
 
 
@@ -61,7 +61,7 @@ def test_cancelling_and_enqueueing_in_a_paused_queue_leaves_a_bounded_number_of_
     claimed = worker.turn(want=128) or worker.turn(want=128)
     assert sorted(claimed) == sorted(ids)
     assert queue.state().stale == {}
-    assert queue.hash("counts").get("other_hints", "0") == "0"
+    assert queue.summary().other_hints == 0
 
 
 def test_updating_jobs_of_the_retry_lane_leaves_a_bounded_number_of_hints(queue: OneQueue) -> None:
@@ -104,7 +104,7 @@ def test_swept_jobs_are_claimed_first(swept: OneQueue) -> None:
     assert worker.turn(want=1) == ["a"]
     assert worker.turn(done="a", want=9) == list("bcdefgh")
     assert swept.state().stale == {}
-    assert swept.hash("counts")["other_hints"] == "0"
+    assert swept.summary().other_hints == 0
 
 
 def test_one_claim_takes_swept_jobs_and_the_ones_after_them(swept: OneQueue) -> None:
@@ -161,7 +161,7 @@ def test_a_list_without_any_live_hints_is_replaced(swept: OneQueue) -> None:
     swept.producer.cancel("y")
     assert (swept.state().swept, swept.pending()) == ({}, ["a", "b"])
     assert swept.redis.exists(swept.key("stale")) == 0
-    assert swept.hash("counts").get("other_hints", "0") == "0"
+    assert swept.summary().other_hints == 0
 
 
 def test_a_deleted_queue_leaves_no_swept_hints(swept: OneQueue) -> None:
@@ -221,7 +221,7 @@ def test_items_that_expire_during_a_sweep_remove_no_hints_of_others(redis_url: s
         assert [queue.got(f"z{n}") for n in range(7)] == [*"cdefgh", None]
         assert queue.hash("counts").get("dropped", "0") == "0"
         assert not queue.redis.exists(queue.key("stale"), queue.key("pending:swept"))
-        assert queue.hash("counts").get("other_hints", "0") == "0"
+        assert queue.summary().other_hints == 0
 
 
 def test_an_item_that_expires_behind_its_own_stale_hint_removes_no_hints_of_others(redis_url: str) -> None:

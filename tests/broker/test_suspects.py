@@ -255,7 +255,7 @@ def test_one_claim_buries_a_bounded_number_of_suspects(redis_url: str, size: int
         for job_id in ids:
             queue.redis.hset(queue.key("jobs"), job_id, f'c5 1000000 0 1 0 -1\n[null,null,"{"x" * size}"]')
         queue.redis.zadd(queue.key("suspects"), dict.fromkeys(ids, 1000))
-        queue.redis.hset(queue.key("counts"), "suspect_hints", len(ids))
+        queue.change_summary(suspects=len(ids))
         retry = queue.worker("r1", lane="retry")
         assert retry.turn(want=1) == []
         assert len(queue.state().dead) == at_once
@@ -282,7 +282,7 @@ def test_cancel_takes_a_suspect_and_its_hint(queue: OneQueue, retry: HandWorker)
     assert queue.state() == State(jobs={"a"}, suspects=["a"])
     assert queue.producer.cancel("a")
     assert queue.state() == State(jobs=set())
-    assert queue.hash("counts")["suspect_hints"] == "0"
+    assert queue.summary().suspects == 0
 
 
 def test_a_cancelled_suspect_leaves_no_hint_behind(queue: OneQueue, retry: HandWorker) -> None:
@@ -290,7 +290,7 @@ def test_a_cancelled_suspect_leaves_no_hint_behind(queue: OneQueue, retry: HandW
     queue.producer.cancel("a")
     queue.enqueue("a")
     assert queue.state() == State(jobs={"a", "b"}, waiting={5: ["a"]}, suspects=["b"])
-    assert queue.hash("counts")["suspect_hints"] == "1"
+    assert queue.summary().suspects == 1
     assert retry.turn(want=1) == ["b"]
     assert queue.worker().turn(want=1) == ["a"]
 
@@ -362,7 +362,7 @@ def test_a_scheduled_suspect_comes_back_as_a_suspect(queue: OneQueue, retry: Han
     queue.producer.enqueue([new_job(1, id="a", run_at=FUTURE)], Update(reset_counts=False))
     assert queue.state() == State(jobs={"a"})
     assert queue.inspector.job("a")["state"] == "scheduled"
-    queue.redis.zadd(queue.key("scheduled"), {"a": 1})
+    queue.set_due({"a": 1})
     queue.redis.delete(queue.key("failed"))
     queue.recovery().promote(queue.name)
     assert queue.state() == State(jobs={"a"}, suspects=["a"])

@@ -144,6 +144,18 @@ def test_a_claim_sent_with_blmove_is_published_at_most_once_in_two_seconds(
         assert published_so_far(queue, subscription) == [f"look {worker.name} {worker.number}"]
 
 
+def test_a_claim_of_a_job_that_comes_alone_is_published(redis_url: str, subscription: Subscription) -> None:
+    """It is short (lua/quick.lua): only the first one of a queue is not."""
+    with one_queue(redis_url, new_id()) as queue:
+        worker = queue.worker()
+        queue.enqueue("a")
+        assert worker.turn(want=1) == ["a"]
+        worker.turn(done="a")
+        queue.enqueue("b")
+        assert wait_for_turn(queue, worker) == [b"b"]
+        assert published_so_far(queue, subscription) == [f"look {worker.name} {worker.number}"]
+
+
 def test_a_claim_whose_worker_waits_for_the_reply_is_not_published(redis_url: str, subscription: Subscription) -> None:
     with one_queue(redis_url, new_id()) as queue:
         queue.enqueue("a")

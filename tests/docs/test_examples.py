@@ -34,7 +34,7 @@ def examples(page: str) -> list[Block]:
 HANDLER, LONG_HANDLER, ASYNC_HANDLER = examples("docs/guide/handlers.md")
 TASKS, ENQUEUEING, DECLARATIONS, HOOK = examples("docs/guide/apps.md")
 (FAIL_HANDLER,) = examples("docs/guide/retries-and-failures.md")
-(PRODUCING,) = examples("docs/guide/producing.md")
+PRODUCING, PARTLY = examples("docs/guide/producing.md")
 (RESULTS,) = examples("docs/guide/results.md")
 (DURABLE,) = examples("docs/guide/redis.md")
 (SCHEDULES,) = examples("docs/guide/schedules.md")
@@ -44,6 +44,7 @@ HANDLER_BLOCKS = (HANDLER, LONG_HANDLER, ASYNC_HANDLER, FAIL_HANDLER, TASKS, DEC
 RUN_BLOCKS = (
     ENQUEUEING,
     PRODUCING,
+    PARTLY,
     RESULTS,
     DURABLE,
     SCHEDULES,
@@ -223,6 +224,13 @@ def test_the_examples_for_producers_run(environment: None, queue: Callable[[str]
     assert thumbnails.job(thumbnails.jobs(state="done").jobs[0]["id"])["result"] == "a.png"
     with pytest.raises(NoReplica):  # this server has none
         execute(DURABLE, queue=queue("emails"), data={"to": "a@example.org"})
+
+
+def test_the_example_of_a_bulk_enqueue_that_is_partly_stored(environment: None, forq: Forq) -> None:
+    limited = forq.client().create_queue("limited", mode="on_request", max_items=700)
+    names = execute(PARTLY, queue=limited, rows=list(range(1200)))
+    assert names["left"] == list(range(500, 1000))
+    assert names["perhaps"] == []
 
 
 def test_the_examples_of_schedules_run(queue: Callable[[str], Queue]) -> None:

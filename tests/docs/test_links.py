@@ -66,7 +66,9 @@ def code_files() -> Iterator[Path]:
     for name in CODE:
         place = ROOT / name
         for file in [place] if place.is_file() else place.rglob("*"):
-            if file.is_file() and not file.is_symlink() and file.suffix not in BINARY:
+            # What the benchmarks have downloaded is in a hidden directory.
+            hidden = any(part.startswith(".") for part in file.relative_to(place).parts)
+            if file.is_file() and not hidden and not file.is_symlink() and file.suffix not in BINARY:
                 yield file
 
 

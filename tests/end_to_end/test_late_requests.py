@@ -39,7 +39,8 @@ def test_a_late_turn_does_not_take_a_running_job_away(
 ) -> None:
     gate, trace = tmp_path / "gate", tmp_path / "trace"
     with running(redis=proxy.url, trace=trace) as first:
-        first.create("work", "wait_for")
+        # A job with a result is settled by a turn, even if the worker waits next.
+        first.create("work", "wait_for", keep_done="1m")
         first.wait_for_child("work")
         queue = first.client().queue("work")
         proxy.hold_request(OF_MAIN_CHILD, 3600)

@@ -70,8 +70,9 @@ def commands(*verbs: str) -> set[str]:
     """Every command that these verbs may run, through any function of the library that they call."""
     text = re.sub(r"--[^\n]*", "", script("turn").library)
     functions = dict(re.findall(r"^(?:local )?function ([\w.]+)\(.*?\n(.*?)^end$", text, re.MULTILINE | re.DOTALL))
+    short = [f"quick.{verb}" for verb in verbs if f"quick.{verb}" in functions]
     # How a call begins.
-    reached, ahead = set[str](), [*(f"verbs.{verb}" for verb in verbs), "open_counts"]
+    reached, ahead = set[str](), [*(f"verbs.{verb}" for verb in verbs), *short, "open"]
     while ahead:
         name = ahead.pop()
         reached.add(name)

@@ -81,8 +81,11 @@ _HASH = re.compile(r"\b[0-9a-f]{40}\b")
 _TIME = re.compile(
     r"(?<![0-9])1[5-9]\d{8}(\d{3}|\d{6})?(?![0-9])(\.\d+)?|20\d\d-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(\+00:00|Z)"
 )
-# How many microseconds a job was held, and that figure in the journal.
-_HELD = re.compile(r"\b((?:done|retried|dead|released|stalled) <time> \S+(?: [a-z]+)?|journal_bytes =) \d+")
+# How many microseconds a job was held, as in the journal, and the size of that in the summary.
+_HELD = re.compile(
+    r"(\b(?:done|retried|dead|released|stalled) <time> \S+(?: [a-z]+)?|journal_bytes =|<time> \d+ \d+ (?:<hash>|-))"
+    r" \d+"
+)
 
 
 def dump(server: Server) -> str:
@@ -90,7 +93,7 @@ def dump(server: Server) -> str:
     return "\n".join(_lines(server)) + "\n"
 
 
-def _normal(line: str) -> str:
+def normal(line: str) -> str:
     return _HELD.sub(r"\1 <number>", _TIME.sub("<time>", _HASH.sub("<hash>", line)))
 
 
@@ -99,14 +102,14 @@ def _lines(server: Server) -> Iterator[str]:
     redis: Any = server.connect()
     for key in sorted(redis.scan_iter(count=1000)):
         kind = redis.type(key).decode()
-        yield f"{_normal(_text(key))} ({kind}{', expires' if redis.pttl(key) > 0 else ''})"
-        yield from (f"  {_normal(line)}" for line in _ordered(kind, list(_values(redis, key, kind))))
+        yield f"{normal(_text(key))} ({kind}{', expires' if redis.pttl(key) > 0 else ''})"
+        yield from (f"  {normal(line)}" for line in _ordered(kind, list(_values(redis, key, kind))))
     redis.close()
 
 
 def _ordered(kind: str, lines: list[str]) -> list[str]:
     """Members with the same millisecond have no order in a sorted set."""
-    return lines if kind in ("list", "stream") else sorted(lines, key=_normal)
+    return lines if kind in ("list", "stream") else sorted(lines, key=normal)
 
 
 def _values(redis: Any, key: bytes, kind: str) -> Iterator[str]:

@@ -1,7 +1,8 @@
 """Creates real events fast: runs the scripts of a queue in large turns, without processes."""
 
+from forq.broker.chunks import chunks
 from forq.broker.claim import Settled
-from forq.broker.enqueue import Update, chunks, new_job
+from forq.broker.enqueue import Update, new_job
 from forq.broker.journal import Event, read_entry
 from tests.support.drive.one_queue import HandWorker, OneQueue
 

@@ -5,7 +5,8 @@ from pathlib import Path
 import pytest
 from pyspark.sql import SparkSession
 
-from forq.broker.enqueue import NewJob, Update, new_job
+from forq.broker.chunks import NewJob
+from forq.broker.enqueue import Update, new_job
 from forq.broker.journal import Event
 from forq.broker.keys import DEFAULT_PREFIX
 from forq.pipeline.audit import run

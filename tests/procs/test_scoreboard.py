@@ -131,6 +131,9 @@ def test_texts_are_truncated_and_shorter_ones_replace_longer_ones() -> None:
     slot.job = b"id"
     slot.queue = ""
     assert (slot.job, slot.queue, slot.worker) == (b"id", "", "w" * 48)
+    slot.has_results = True
+    slot.job = b"j" * 300
+    assert (slot.job, slot.has_results, slot.queue) == (b"j" * 128, True, "")
 
 
 def test_progress_belongs_to_one_position_and_its_text_is_cut_between_characters() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from forq import Client
+from forq.broker.chunks import CHUNK_JOBS
 from forq.broker.claim import Consumer
 from forq.broker.inspect import counts_of
 from forq.broker.keys import DEFAULT_PREFIX, queue_base
@@ -283,3 +284,25 @@ def test_a_function_that_some_node_had_lost_is_noticed(cluster: RedisCluster, cl
     counts_of(link, DEFAULT_PREFIX, NAMES)
     assert link.library_reloads() > before
     link.close()
+
+
+def test_a_bulk_enqueue_follows_its_queue_and_keeps_its_order(
+    cluster: RedisCluster, moving: tuple[Queue, Server, Server, int]
+) -> None:
+    """Two chunks are under way when the slot has moved: both are repeated on the other node."""
+    queue, source, target, slot = moving
+    queue.enqueue_many([1, 2])
+
+    def jobs() -> Iterator[int]:
+        for number in range(6 * CHUNK_JOBS):
+            if number == 2 * CHUNK_JOBS + 1:
+                # Through their own connections: the second chunk has arrived before, as it was sent.
+                begin_move(slot, source, target)
+                move_keys(source, target, slot)
+                settle(cluster, slot, target)
+            yield number
+
+    ids = queue.enqueue_many(jobs())
+    pending = run_command(target, "LRANGE", f"{queue_base(DEFAULT_PREFIX, 'q0')}:pending", 3, -1)
+    assert [job_id.decode() for job_id in pending] == ids
+    assert keys_on(source, "q0") == set()

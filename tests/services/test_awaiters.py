@@ -205,7 +205,7 @@ def test_a_missing_queue_or_a_queue_of_another_mode_is_an_error(rig: AwaiterRig)
 
 def test_an_awaiter_of_a_deleted_queue_gets_an_error(rig: AwaiterRig) -> None:
     rig.request("w", wait=None)
-    rig.link.call("DEL", "forq:queue:{q}:options", "forq:queue:{q}:counts")
+    rig.link.call("DEL", "forq:queue:{q}:options", "forq:queue:{q}:summary")
     rig.clock += 6
     answer = rig.until(lambda: rig.answers.get("w"))
     assert isinstance(answer, UnknownQueue)

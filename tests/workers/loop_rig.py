@@ -52,8 +52,23 @@ class ScriptedConsumer:
             raise answer
         return answer
 
+    # Settles that were sent along with a wait, and what happens before they are answered, and after.
+    settles: list[list[Any]] = field(default_factory=list)
+    before_settled: Callable[[], None] = lambda: None
+    after_settled: Callable[[], None] = lambda: None
+    is_cluster: bool = False
+
     def wait_for_turn(self, number: int, want: int) -> Turn | None:
+        self.after_settled()
         return self.turn(number, [], [], 0, want, [])
+
+    def settle_and_wait(
+        self, number: int, want: int, done: list[Any], settled: Callable[[list[bytes]], None]
+    ) -> Turn | None:
+        self.settles.append(list(done))
+        self.before_settled()
+        settled([])
+        return self.wait_for_turn(number, want)
 
     def read_inputs(self, job_id: str, count: int) -> list[bytes] | None:
         return None
@@ -117,6 +132,9 @@ class Rig:
 
     def _count_unguarded(self) -> None:
         self.unguarded += 1
+
+    def pass_ms(self, ms: int) -> None:
+        self.clock.ns += ms * 1_000_000
 
     def step(self) -> None:
         """One pass of run(), without blocking."""

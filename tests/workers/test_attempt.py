@@ -1,6 +1,9 @@
 """One attempt: the arguments of the handler, and every possible outcome."""
 
 import asyncio
+import copy
+import ctypes
+import os
 import pickle
 import time
 from datetime import UTC, datetime, timedelta
@@ -39,6 +42,40 @@ def test_the_handler_gets_the_data_and_a_job_without_it() -> None:
     assert (job.enqueued_at, job.fence) == (1700000000.123456, 9)
     assert (job.retry_count, job.stall_count, job.timeout_count) == (0, 0, 0)
     assert not hasattr(job, "data")
+
+
+def test_what_a_handler_did_not_read_can_be_read_later() -> None:
+    """The job of a plain record decodes its time and its priority when they are read."""
+    kept: list[Job] = []
+    assert attempt(lambda data, job: kept.append(job)) is None
+    for each in (pickle.loads(pickle.dumps(kept[0])), copy.copy(kept[0]), kept[0]):
+        assert type(each) is Job
+        assert (each.priority, each.enqueued_at, each.run_id) == (3, 1700000000.123456, "id1@1700000000123456")
+        assert (each.attempt, each.snoozes, each.trace, each.batch, each.tick) == (1, 0, None, None, None)
+        assert (each.membership, each.is_last, each.should_stop) == (None, False, False)
+
+
+def test_a_job_of_a_plain_record_has_every_attribute_of_a_job() -> None:
+    _, plain = read_job("q", "id1", PLAIN, 9)
+    made = Job("q", "id1", "mine", "mail", 3, 1700000000.123456, 9)
+    names = [name for name in dir(made) if name != "results" and not callable(getattr(made, name))]
+    assert len(names) > 20
+    plain._read_head()
+    assert {name: getattr(plain, name) for name in names} == {name: getattr(made, name) for name in names}
+
+
+def test_every_attribute_can_be_set() -> None:
+    """Users' tests make a job, and then let it be older, or of another priority."""
+    _, job = read_job("q", "id1", PLAIN, 9)
+    job.priority, job.retry_count = 7, 2
+    assert (job.priority, job.enqueued_at, job.attempt) == (7, 1700000000.123456, 3)
+    job.enqueued_at = 5.5
+    assert (job.priority, job.enqueued_at) == (7, 5.5)
+
+
+def test_a_record_may_have_a_trace_context() -> None:
+    _, job = read_job("q", "id1", b'p5 1\n[null,null,5,{"traceparent":"00-1"}]', 9)
+    assert job.trace == {"traceparent": "00-1"}
 
 
 def test_counts_are_read_and_the_identifier_defaults_to_the_id() -> None:
@@ -165,6 +202,19 @@ def test_an_unknown_type_fails_permanently_and_lists_the_known_types() -> None:
 @pytest.mark.parametrize("record", [b"", b"rubbish", b"p5 1\n{not json", b"p5 x\n[null,null,1]", b"c5 1 2\n[1,2,3]"])
 def test_a_broken_record_fails_its_job_but_not_the_worker(record: bytes) -> None:
     assert attempt(lambda data, job: None, record)["name"] == "InvalidData"
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_process_that_c_code_of_a_handler_forked_ends_when_it_returns(raises: bool) -> None:
+    pids: list[int] = []
+
+    def handle(data: Any, job: Job) -> None:
+        pids.append(ctypes.CDLL(None).fork())
+        if raises:
+            raise ValueError("in both")
+
+    assert (attempt(handle) is not None) is raises
+    assert os.waitstatus_to_exitcode(os.waitpid(pids[0], 0)[1]) == 0
 
 
 @pytest.mark.spec("Q37")

@@ -1,7 +1,9 @@
 """Loading handlers, and the errors when that fails."""
 
+import ctypes
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +11,8 @@ import pytest
 
 from forq.errors import CannotImport, ConfigError
 from forq.queue_spec import QueueSpec
-from forq.workers.handlers import MAX_TRACEBACK, load_handler, load_handlers
+from forq.workers import handlers
+from forq.workers.handlers import MAX_TRACEBACK, fork_mark, load_handler, load_handlers
 
 
 @pytest.fixture(autouse=True)
@@ -171,3 +174,31 @@ def test_the_directories_of_the_queue_come_first_in_sys_path(tmp_path: Path) -> 
         "q", {"handler": "same_name", "path": [str(tmp_path / "two"), str(tmp_path / "one")]}, "test"
     )
     assert load_handlers(spec).for_type(None)(0, None) == "two"  # type: ignore[arg-type]
+
+
+def c_fork() -> int:
+    """As C code does it: hooks of Python do not run."""
+    return int(ctypes.CDLL(None).fork())
+
+
+@pytest.mark.parametrize("fork", [os.fork, c_fork])
+def test_a_forked_process_has_not_the_mark_of_its_parent(fork: Callable[[], int]) -> None:
+    mark = fork_mark()
+    pid = fork()
+    if pid == 0:
+        own = fork_mark()
+        os._exit(10 * mark[0] + own[0] if own is not mark else 99)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert mark[0] == 1
+    assert fork_mark() is mark
+
+
+def test_where_the_kernel_cannot_clear_the_mark_python_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(handlers, "_MADV_WIPEONFORK", 10_000)
+    monkeypatch.setattr(handlers, "_mark", None)
+    mark = fork_mark()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(mark[0])
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert mark[0] == 1

@@ -1,7 +1,7 @@
 """The loop of a worker against a scripted broker: what it claims, publishes and returns, step by step."""
 
 from dataclasses import replace
-from itertools import chain, count
+from itertools import chain, count, pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +11,11 @@ from forq import App
 from forq.broker.claim import Limits, Turn
 from forq.errors import OutcomeUnknown
 from forq.job_options import AttemptOptions
-from forq.procs.scoreboard import POSITION, TAKEN, TIMEOUT, PositionParts, State
+from forq.procs.scoreboard import POSITION, TAKEN, TICK_NS_SHIFT, TIMEOUT, PositionParts, State
 from forq.workers.loop import MAX_BATCH, MAX_BATCH_NS, SLOW_JOB_NS
 from tests.workers.loop_rig import LIMITS, NOTHING, Rig, jobs
+
+TICK_NS = 1 << TICK_NS_SHIFT
 
 
 def test_a_batch_is_run_in_order_and_settled_with_the_next_turn() -> None:
@@ -37,6 +39,39 @@ def test_the_position_contains_the_running_job_and_the_number_of_finished_ones()
     rig = Rig(look, jobs("a", "b", "c"))
     rig.step()
     assert seen == [(1, 0, True), (1, 1, True), (1, 2, True)]
+
+
+def test_the_position_and_the_start_of_each_job_belong_together() -> None:
+    """A reader uses the start only if it falls into the tick of the position. Positions of a tick share most bits."""
+    seen: list[tuple[int, int] | None] = []
+    took: list[int] = []
+    pauses = [*[TICK_NS // 5] * 20, SLOW_JOB_NS + 1, *[TICK_NS // 5] * 9]
+
+    def look(data: Any, job: Any) -> None:
+        seen.append(rig.slot.running_since_ns())
+        assert rig.word.index == len(seen) - 1 - rig.slot.done
+        took.append(pauses[len(took)])
+        rig.clock.ns += took[-1]
+
+    rig = Rig(look, jobs(*(f"j{n}" for n in range(30))), NOTHING, NOTHING)
+    rig.step()
+    starts = [each[1] for each in seen if each is not None]
+    assert len(starts) == 30
+    # Between two jobs the clock is read a few times, which takes 1 µs each.
+    apart = [later - earlier for earlier, later in pairwise(starts)]
+    assert all(pause <= real < pause + 20_000 for pause, real in zip(took, apart, strict=False))
+
+
+def test_the_run_times_of_a_batch_are_those_of_its_jobs() -> None:
+    def handle(data: Any, job: Any) -> None:
+        rig.clock.ns += times[job.id]
+
+    times = {"a": 5_000, "b": 0, "c": 250_000, "d": 99_000, "e": 8_000_000, "f": 1000}
+    rig = Rig(handle, jobs(*times), NOTHING)
+    rig.step()
+    rig.loop.settle()
+    settled = [int(each) for each in rig.consumer.calls[1].done[2::3]]
+    assert all(0 <= real - ns // 1000 <= 3 for real, ns in zip(settled, times.values(), strict=True))
 
 
 def test_turn_numbers_never_wrap_and_the_slot_stores_them_in_full() -> None:

@@ -37,7 +37,7 @@ from forq.app.tasks import (
 )
 from forq.batch import Batch, callback_queue, membership_of, open_batch
 from forq.broker.batches import check_batch_id
-from forq.broker.enqueue import NewJob
+from forq.broker.chunks import NewJob
 from forq.broker.link import CALL_TIMEOUT_SECONDS, CONNECT_TIMEOUT_SECONDS
 from forq.client import Client, Queue, check_timeout
 from forq.errors import ConfigError, ForqError, InvalidOption, InvalidTask, Permanent, UnknownQueue, UsageError
@@ -300,8 +300,11 @@ class App:
         """Stores prepared jobs in bulk, in one call per queue; returns their refs in the same order."""
         prepared = list(jobs)
         calls: dict[tuple[str, IfExists, Durable | None], list[int]] = {}
+        last: Sender[..., R] | None = None
         for number, (sender, _) in enumerate(prepared):
-            calls.setdefault(sender._call(), []).append(number)
+            if sender is not last:
+                last, numbers = sender, calls.setdefault(sender._call(), [])
+            numbers.append(number)
         refs: list[JobRef[R] | None] = [None] * len(prepared)
         for (queue, if_exists, durable), numbers in calls.items():
             new_jobs = [prepared[number].job for number in numbers]

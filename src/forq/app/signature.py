@@ -107,7 +107,8 @@ class Signature:
         packed = {}
         name: str | None = None
         try:
-            for name, pack, value in zip(self._names, self._packs, values, strict=False):
+            # The keyword `strict` would cost as much as an argument.
+            for name, pack, value in zip(self._names, self._packs, values):  # noqa: B905
                 if value is not _ABSENT:
                     packed[name] = pack(value)
             if self._rest and (rest := values[len(self._names)]):

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, ParamSpec, TypedDict
 
 from forq.api_types import Durable, Duration, IfExists, OwnOptions, RefState, When
 from forq.app.signature import NOT_DIRECTLY, Signature
+from forq.broker.chunks import NewJob
 from forq.broker.dependencies import AS_ARGUMENT, AS_LIST, NOT_USED, pack_after
-from forq.broker.enqueue import JobIdentity, NewJob, new_job, plain_job
+from forq.broker.enqueue import JobIdentity, new_job, plain_job
 from forq.broker.record import pack_names
 from forq.errors import ArgumentsDoNotFit, ForqError, Permanent, Snooze, UnknownJob, UnknownQueue, UsageError
 from forq.job import RUNNING, Job, TaskResult, current_trace

@@ -22,11 +22,14 @@ class AsyncLink(Link):
     connection_kind = AsyncConnection
     waited_seconds = 0.0
 
-    def _ready_connection(self) -> Connection:
+    def _ready_connection(self, *, ahead: bool = False) -> Connection:
+        if self._unanswered and not (ahead and self._may_send_ahead()):
+            self._read_unanswered()
         connection = self._connection
-        if connection is not None and connection.is_closed():
+        # Missing replies would look like data that no request explains.
+        if connection is not None and not self._unanswered and connection.is_closed():
             self.close()
-        connection = super()._ready_connection()
+        connection = super()._ready_connection(ahead=ahead)
         limit = self.timeout_seconds
         if self.waited_seconds:
             limit, self.waited_seconds = max(0.001, limit - self.waited_seconds), 0.0

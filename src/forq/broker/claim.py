@@ -1,5 +1,7 @@
 """A worker's calls about its queue: join, turn (settle and claim), wait, report progress, leave."""
 
+from collections.abc import Callable
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +20,7 @@ BLOCK_MARGIN_SECONDS = 5
 
 
 # The jobs that a turn settles. Flat lists, because they are built once per job.
-# Succeeded: (id, fence, micros) per job.
+# Succeeded: (id, fence, micros) per job; id and micros as bytes are sent fastest.
 # Failed: (id, fence, micros, error and brief error as JSON, kind, retry at (ms, '+ms' from now, or ''), chance and
 # ' ' OPTIONS of its task, if it has some) per job. "permanent" is never retried, "timeout" was ended at its deadline,
 # "snooze" is not counted; for any other kind the options decide. "interrupted" and "cancelled" were ended on request:
@@ -91,7 +93,7 @@ class Consumer:
         self._processing = processing_key(self._base, processor, worker)
         self._wake = wake_key(self._base, processor, worker)
         self._epoch = ""
-        self._script = script("turn")
+        self._script, self._settle = script("turn"), script("settle")
         self._block_seconds = LOCAL_BLOCK_SECONDS if url.startswith("unix:") else BLOCK_SECONDS
         timeout_seconds = self._block_seconds + BLOCK_MARGIN_SECONDS
         self.link = Link(url, name=f"forq-worker-{worker}", timeout_seconds=timeout_seconds)
@@ -110,7 +112,8 @@ class Consumer:
         """Settles jobs, keeps `keep` unstarted ones, returns the rest of the processing list, claims up to `want`."""
         counts = (len(done) // 3, len(failed) // 8)
         head = self._turn_args(number, keep, want)
-        reply = self.link.run(self._script, self._base, *head, *counts, *done, *failed, *(results or ()))
+        groups = _groups_of(done) if done else ()
+        reply = self.link.run(self._script, self._base, *head, *counts, *groups, *failed, *(results or ()))
         # The reply holds fates only if the turn settled failures.
         fates = read_fates(reply.pop(10)) if failed and len(reply) > 10 else ()
         return self._read_turn(reply, fates)
@@ -172,10 +175,34 @@ class Consumer:
         Both commands are sent at once: the server runs the turn as soon as it has moved the id. It also runs the turn
         if time is up.
         """
+        return self._read_waited(*self.link.call_batch(*self._waiting_commands(number, want)))
+
+    def settle_and_wait(
+        self, number: int, want: int, done: Settled, settled: Callable[[list[bytes]], None]
+    ) -> Turn | None:
+        """Settles jobs that succeeded, then does what wait_for_turn does; all is sent at once.
+
+        Calls `settled` with the refused ids as soon as Redis has settled. None if that failed: then nothing is settled,
+        but an id may have been moved. The next turn returns it.
+        """
+        settle = ("FCALL", self._settle.name, 1, self._base, self._epoch, self.processor, self.worker)
+        settle += tuple(_groups_of(done))
+        replies = self.link.replies(settle, *self._waiting_commands(number, want))
+        with closing(replies):
+            reply = next(replies)
+            if isinstance(reply, Exception):
+                return None
+            if reply[0] != OK:
+                raise error_for(self.queue, reply)
+            settled(reply[1])
+            return self._read_waited(*self.link.read_answers(list(replies)))
+
+    def _waiting_commands(self, number: int, want: int) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         wait = ("BLMOVE", self._source, self._processing, "LEFT", "RIGHT", self._block_seconds)
         *head, _ = self._turn_args(number, 0, want)
-        turn = ("FCALL", self._script.name, 1, self._base, *head, "waiting", 0, 0)
-        moved, reply = self.link.call_batch(wait, turn)
+        return wait, ("FCALL", self._script.name, 1, self._base, *head, "waiting", 0, 0)
+
+    def _read_waited(self, moved: Any, reply: Any) -> Turn | None:
         taken = None if isinstance(reply, ForqError) else self._read_turn(reply)
         if isinstance(moved, ForqError) and not (taken and taken.jobs):
             raise moved
@@ -197,6 +224,22 @@ class Consumer:
 
     def close(self) -> None:
         self.link.close()
+
+
+def _groups_of(done: Settled) -> list[Any]:
+    """The done jobs as a turn sends them: per run of jobs with one fence, the fence, their number, 'ID MICROS ID MICROS
+    …' for the journal, and their ids. So the server handles two values per job instead of three."""
+    ids, fences = done[::3], done[1::3]
+    if fences[0] != fences[-1]:
+        at = next(at for at, fence in enumerate(fences) if fence != fences[0])
+        return _groups_of(done[: 3 * at]) + _groups_of(done[3 * at :])
+    events: list[Any] = done[:]
+    del events[1::3]
+    try:
+        text = b" ".join(events)
+    except TypeError:
+        text = b" ".join(each if isinstance(each, bytes) else str(each).encode() for each in events)
+    return [fences[0], len(ids), text, *ids]
 
 
 def report_progress(

@@ -5,10 +5,22 @@ The path of a job starts here: `new_job` checks it, `record.pack_body` packs it,
 
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import datetime, timedelta
-from itertools import zip_longest
+from itertools import repeat, zip_longest
 from typing import Any, NamedTuple, Unpack
 
 from forq.api_types import After, OwnOptions, When
+from forq.broker.chunks import (
+    Chunk,
+    ChunkSender,
+    NewJob,
+    PartlyStored,
+    chunks,
+    data_chunks,
+    pack_chunk,
+    read_known,
+    spell_out,
+    stored_ids,
+)
 from forq.broker.dependencies import pack_after
 from forq.broker.keys import DEFAULT_PRIORITY, durable_mark, queue_base
 from forq.broker.link import Link
@@ -20,28 +32,14 @@ from forq.job_options import pack_job_options
 from forq.values import check_job_id, check_queue_name, check_type, shown
 from forq.version import PROTOCOL
 
-# Limits of one script call. A longer call would block the server for too long.
-CHUNK_JOBS = 500
-CHUNK_BYTES = 512 * 1024
 # About 285,000 years: the largest number of milliseconds that a double holds exactly.
 MAX_SECONDS = 9_007_199_254_740
 REPLICA = "replica"
 # A healthy replica acknowledges within a round trip.
 WAIT_MS = 1000
 _MISSING = object()
-
-
-class NewJob(NamedTuple):
-    """A checked job."""
-
-    id: str
-    priority: int
-    body: bytes
-    token: str
-    run_at: str  # ms; '+ms' from now; '' at once
-    options: str = ""  # its own (job_options.pack_options)
-    after: str = ""  # what it waits for (dependencies.After.pack)
-    edges: tuple[str, ...] = ()  # what waits for it, such as its batch (lua/flows.lua)
+# Half of the time of NewJob(…).
+_new = tuple.__new__
 
 
 class JobIdentity(NamedTuple):
@@ -115,7 +113,7 @@ def new_job(
 
 def plain_job(data: Any, names: bytes, trace: TraceContext | None) -> NewJob:
     """A job with a new id and no options. `names`: its identifier and type, packed by `pack_names`."""
-    return NewJob(new_id(), DEFAULT_PRIORITY, join_body(names, data, trace), "", "", "")
+    return _new(NewJob, (new_id(), DEFAULT_PRIORITY, join_body(names, data, trace), "", "", "", "", ()))
 
 
 def plain_jobs(every_data: Iterable[Any], options: str = "") -> Iterator[NewJob]:
@@ -230,6 +228,7 @@ class Producer:
         self.link = link
         self._base = queue_base(prefix, name)
         self._script = script("enqueue")
+        self._has_stored = False
 
     def enqueue(self, jobs: list[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None) -> list[str]:
         """Stores all of `jobs` or none; returns their ids.
@@ -238,28 +237,14 @@ class Producer:
         If no replica acknowledges in time, it raises OutcomeUnknown: the jobs are lost if the master is lost now.
         """
         reply = self._enqueue(jobs, update, durable)
-        ids = [job.id for job in jobs]
-        if len(reply) > 2:
-            for number, stored_id in _read_stored(reply):
-                ids[number - 1] = stored_id
-        return ids
+        return stored_ids([job.id for job in jobs], reply)
 
     def enqueue_identified(
         self, jobs: list[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None
     ) -> list[tuple[str, JobIdentity | None]]:
         """The same; returns ids with identities. A job that an earlier call stored (by its token) has none."""
         reply = self._enqueue(jobs, update, durable)
-        if not reply:
-            return []
-        epoch, fence, enqueued_us, *others = reply[1].decode().split(" ")
-        new = JobIdentity(epoch, fence, enqueued_us)
-        found: list[tuple[str, JobIdentity | None]] = [(job.id, new) for job in jobs]
-        for other in others:
-            number, *times = other.split(":")
-            found[int(number) - 1] = (jobs[int(number) - 1].id, JobIdentity(epoch, fence, *times))
-        for number, stored_id in _read_stored(reply):
-            found[number - 1] = (stored_id, None)
-        return found
+        return _read_identities([job.id for job in jobs], reply) if reply else []
 
     def token_terms(self) -> TokenTerms:
         """What a call that may be repeated needs to know. UnknownQueue if there is no queue."""
@@ -285,30 +270,58 @@ class Producer:
     def enqueue_many(
         self, jobs: Iterable[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None
     ) -> list[str]:
-        """Stores jobs in chunks, each atomically. Raises PartlyStored if a chunk after the first fails."""
-        ids: list[str] = []
-        try:
-            for chunk in chunks(jobs):
-                ids += self.enqueue(chunk, update, durable)
-        except ForqError as exc:
-            if not ids:
-                raise
-            raise PartlyStored(ids, exc) from exc
-        return ids
+        """Stores jobs in chunks; see `_store_chunks`."""
+        if type(jobs) is list and len(jobs) == 1:
+            return self.enqueue(jobs, update, durable)
+        stored = self._store_chunks(_packed(jobs, update), durable)
+        return [job_id for (ids, _, _), reply in stored for job_id in stored_ids(ids, reply)]
+
+    def enqueue_data(self, every_data: Iterable[Any], durable: str | None = None) -> list[str]:
+        """The same for jobs with data only. All get the trace context of this call."""
+        packed = data_chunks(every_data, NO_NAMES, current_trace())
+        return [job_id for (ids, _, _), _ in self._store_chunks(packed, durable) for job_id in ids]
 
     def enqueue_many_identified(
         self, jobs: Iterable[NewJob], update: Update = DEFAULT_UPDATE, durable: str | None = None
     ) -> list[tuple[str, JobIdentity | None]]:
-        """The same; returns ids with identities."""
-        stored: list[tuple[str, JobIdentity | None]] = []
+        """The same as `enqueue_many`; returns ids with identities."""
+        if type(jobs) is list and len(jobs) == 1:
+            return self.enqueue_identified(jobs, update, durable)
+        stored = self._store_chunks(_packed(jobs, update), durable)
+        return [found for (ids, _, _), reply in stored for found in _read_identities(ids, reply)]
+
+    def _store_chunks(self, packed: Iterable[Chunk], durable: str | None) -> list[tuple[Chunk, list[Any]]]:
+        """Stores chunks, each whole or not at all. While the server stores one, the next is packed and sent.
+
+        Some wait for the reply to the one before: with `durable`; if their jobs wait for others; and until this
+        producer has stored one, since the queue or the library may be missing. After an error no further one is sent.
+        It is raised as a PartlyStored, unless all jobs that were sent have the same fate: none is stored, or any may
+        be.
+        """
+        on_replica = durable is not None and check_durable(durable)
+        sender = ChunkSender(self.link, self._script, self._base, self.name)
         try:
-            for chunk in chunks(jobs):
-                stored += self.enqueue_identified(chunk, update, durable)
+            for chunk in packed:
+                if on_replica:
+                    _check_has_replica(self.link, self._base)
+                sender.send(chunk, alone=on_replica or chunk.linked or not self._has_stored)
+                self._has_stored = True
+                if on_replica:
+                    sender.check_last(lambda: _wait_for_replica(self.link, self._base))
+            sender.finish()
         except ForqError as exc:
-            if not stored:
-                raise
-            raise PartlyStored([id for id, _ in stored], exc) from exc
-        return stored
+            first = sender.finish_all() or exc
+            if not sender.has_several_fates():
+                raise first from first.__cause__
+            raise PartlyStored(sender.results, first) from first
+        except Exception:
+            # Of the iterator. The replies belong to this call.
+            sender.finish_all()
+            raise
+        except BaseException:
+            sender.close_if_unanswered()
+            raise
+        return [(chunk, reply) for chunk, reply in sender.results if not isinstance(reply, ForqError)]
 
     def restore(self, jobs: Iterable[NewJob]) -> Restored:
         """Stores jobs that had left the queue, each with its own token.
@@ -318,22 +331,14 @@ class Producer:
         stored, known, skipped, offset = 0, 0, [], 0
         for chunk in chunks(jobs):
             reply = self._store(chunk, _LEAVE_POLICY)
-            skipped += [offset + number - 1 for number, stored_id in _read_stored(reply) if not stored_id]
-            known += sum(1 for _, stored_id in _read_stored(reply) if stored_id)
+            skipped += [offset + number - 1 for number, stored_id in read_known(reply) if not stored_id]
+            known += sum(1 for _, stored_id in read_known(reply) if stored_id)
             offset += len(chunk)
             stored = offset - known - len(skipped)
         return Restored(stored, known, skipped)
 
     def _store(self, jobs: list[NewJob], policy: str) -> list[Any]:
-        args: list[Any] = []
-        for job_id, priority, body, token, run_at, options, after, edges in jobs:
-            if after or edges:
-                args += (job_id, "\n".join((f"{priority} {run_at} {token} {options}", after, *edges)), body)
-            elif options:
-                args += (job_id, f"{priority} {run_at} {token} {options}", body)
-            else:
-                args += (job_id, f"{priority} {run_at} {token}" if token or run_at else priority, body)
-        reply = self.link.run(self._script, self._base, PROTOCOL, policy, *args)
+        reply = self.link.run(self._script, self._base, PROTOCOL, *spell_out(jobs, policy))
         if reply[0] != OK:
             raise error_for(self.name, reply)
         return reply
@@ -368,33 +373,20 @@ class Producer:
         return int(reply[1])
 
 
-class PartlyStored(ForqError):
-    """A bulk enqueue failed halfway: `stored` has the ids of the stored jobs, `__cause__` the error."""
-
-    code = "partly_stored"
-
-    def __init__(self, stored: list[str], cause: ForqError) -> None:
-        super().__init__(f"{cause} ({len(stored)} jobs before it were stored)")
-        self.stored = stored
+def _packed(jobs: Iterable[NewJob], update: Update) -> Iterator[Chunk]:
+    policy, repeatable = update.policy(), update.repeatable is not None
+    return (pack_chunk(chunk, policy, repeatable=repeatable) for chunk in chunks(jobs))
 
 
-def chunks(jobs: Iterable[NewJob]) -> Iterator[list[NewJob]]:
-    """Splits jobs into groups of at most CHUNK_JOBS and, unless one job is larger, CHUNK_BYTES."""
-    chunk: list[NewJob] = []
-    size = 0
-    for job in jobs:
-        if chunk and (len(chunk) == CHUNK_JOBS or size + len(job.body) + len(job.after) > CHUNK_BYTES):
-            yield chunk
-            chunk, size = [], 0
-        chunk.append(job)
-        size += len(job.body) + len(job.after)
-    if chunk:
-        yield chunk
-
-
-def _read_stored(reply: list[Any]) -> Iterator[tuple[int, str]]:
-    """Jobs stored under another id, as (number from 1, id); a skipped job has the id ''."""
-    return ((number, stored_id.decode()) for number, stored_id in zip(reply[2::2], reply[3::2], strict=True))
+def _read_identities(ids: list[str], reply: list[Any]) -> list[tuple[str, JobIdentity | None]]:
+    epoch, fence, enqueued_us, *others = reply[1].decode().split(" ")
+    found: list[tuple[str, JobIdentity | None]] = list(zip(ids, repeat(JobIdentity(epoch, fence, enqueued_us))))
+    for other in others:
+        number, *times = other.split(":")
+        found[int(number) - 1] = (ids[int(number) - 1], JobIdentity(epoch, fence, *times))
+    for number, stored_id in read_known(reply):
+        found[number - 1] = (stored_id, None)
+    return found
 
 
 def check_durable(durable: object) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from forq.broker.inspect import Counts, Inspector
-from forq.broker.journal import Entry, Event, read_entry, unpack_entry
+from forq.broker.journal import Entry, Event, read_entry, read_summary, unpack_entry
 from forq.broker.keys import pending_key, queue_base, suspects_key, swept_key
 from forq.broker.link import READ_BYTES, Link
 from forq.broker.registry import now_ms
@@ -253,7 +253,7 @@ def unknown_job(link: Link, prefix: str, name: str, job_id: str) -> UnknownJob:
 def search_journal(link: Link, base: str, job_id: str, epoch: int, *, journal_on: bool) -> JournalSearch:
     """Reads the journal backwards from its end."""
     later: Event | None = None
-    expected, since_us = int(link.call("HGET", f"{base}:counts", "journal_sequence") or 0), None
+    expected, since_us = read_summary(link.call("GET", f"{base}:summary")).sequence, None
     first, gaps, before, count, bytes_read, seen = None, False, "+", FIRST_ENTRIES, 0, 0
     while bytes_read < MAX_JOURNAL_BYTES and seen < MAX_JOURNAL_ENTRIES:
         entries = link.call("XREVRANGE", f"{base}:events", before, "-", "COUNT", count)

@@ -16,17 +16,9 @@ from typing import Any, NamedTuple
 import orjson
 
 from forq.broker.batches import StoredBatch, check_batch_id
+from forq.broker.chunks import CHUNK_BYTES, CHUNK_JOBS, NewJob, chunks
 from forq.broker.dependencies import MAX_DEPENDENCIES
-from forq.broker.enqueue import (
-    CHUNK_BYTES,
-    CHUNK_JOBS,
-    JobIdentity,
-    NewJob,
-    Producer,
-    Repeatable,
-    Update,
-    chunks,
-)
+from forq.broker.enqueue import JobIdentity, Producer, Repeatable, Update
 from forq.broker.keys import queue_base
 from forq.broker.link import Link
 from forq.broker.scripts import OK, error_for, script

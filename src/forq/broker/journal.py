@@ -64,6 +64,41 @@ SCHEMA = 4
 _FIELD = b"v4"
 
 
+class Summary(NamedTuple):
+    """What every call to a queue reads (lua/summary.lua). `options`: their epoch and version. `hash`: '' for none."""
+
+    options: str
+    sequence: int
+    hash: str
+    bytes: int
+    fence: str
+    other_hints: int
+    lane: int
+    suspects: int
+    first_due_ms: int
+    may_be_stale: bool
+    may_be_rare: bool
+
+
+def read_summary(packed: bytes | None) -> Summary:
+    """`packed`: the key `summary` of a queue; None if the queue is absent."""
+    words = (packed or b"0 0 0 - 0 0 0 0 0 1 1 1").decode().split(" ")
+    epoch, version, sequence, hash_, size, fence, other, lane, suspects, due_ms, stale, rare = words
+    return Summary(
+        options=f"{epoch} {version}",
+        sequence=int(sequence),
+        hash="" if hash_ == "-" else hash_,
+        bytes=int(size),
+        fence=fence,
+        other_hints=int(other),
+        lane=int(lane),
+        suspects=int(suspects),
+        first_due_ms=int(due_ms),
+        may_be_stale=stale == "1",
+        may_be_rare=rare == "1",
+    )
+
+
 class Entry(NamedTuple):
     """One stream entry; `text` has its events."""
 

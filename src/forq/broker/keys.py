@@ -68,7 +68,8 @@ QUEUE_KEYS = (
     "evicting",  # hash: processor -> cause, of processors being evicted that still have workers
     "graves",  # zset: removed workers and evicted processors, by the time (ms) at which they are forgotten
     "options",  # hash: epoch, protocol, mode, paused, options
-    "counts",  # hash: version of the options, fence, journal sequence, hash and bytes, hints in other lists …
+    "summary",  # string: what every call reads, such as the number and hash of the last journal entry (summary.lua)
+    "counts",  # hash: what few calls need, such as the number of lost journal entries
     "processed:count",
     "failed:count",
     "events",  # stream: the journal; outlives the queue by 7 days

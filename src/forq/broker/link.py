@@ -10,7 +10,7 @@
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,17 @@ _TEMPORARY_ERRORS = ("LOADING", "MASTERDOWN", "CLUSTERDOWN", "NOREPLICAS", "MISC
 _SLOT_MIGRATION_ERRORS = ("ASK ", "TRYAGAIN ")
 
 
+class Sent:
+    """A call that was sent. Its reply may still be in the connection of `link`."""
+
+    __slots__ = ("answer", "link")
+
+    def __init__(self, link: "Link") -> None:
+        self.link = link
+        # The reply; an Exception for an error reply, or if the connection broke.
+        self.answer: Any = None
+
+
 class Link:
     """A connection to Redis. `at` routes a call without a key: any key of the queue that it concerns."""
 
@@ -64,6 +75,8 @@ class Link:
         self._connection: Connection | None = None
         self._pid = 0
         self._used_at = 0.0
+        # Oldest first.
+        self._unanswered: list[Sent] = []
         self._library_reloads = 0
         # A server that refused the library gets EVAL until this time (monotonic).
         self._eval_until = 0.0
@@ -101,6 +114,72 @@ class Link:
             self._load(script)
             answer = self._call(self._command(script, base, *args))
         return answer
+
+    def send(self, script: Script, base: str, *args: Any) -> Sent:
+        """Starts to run a script; `finish` returns its reply. Calls run in the order in which they are sent.
+
+        Every other call on this link reads the replies that are missing first. So the caller may run any code before
+        `finish`, also code that uses this link. Before the next `send`, it asks `is_under_way`.
+        """
+        if self._cluster is not None:
+            return self._cluster.route(base, lambda link: link.send(script, base, *args))
+        connection = self._ready_connection(ahead=True)
+        sent = Sent(self)
+        try:
+            self._unanswered.append(sent)
+            connection.send(self._command(script, base, *args))
+        except OSError as exc:
+            self._break(exc)
+        except BaseException:
+            self.close()
+            raise
+        else:
+            self._used_at = time.monotonic()
+        return sent
+
+    def is_under_way(self, sent: Sent) -> bool:
+        """Whether another call may be sent before the reply to this one is read.
+
+        Not if it is known that the connection broke, nor after a pause: the server may have closed it.
+        """
+        return sent.answer is None and sent.link._may_send_ahead()
+
+    def finish(self, sent: Sent) -> list[Any]:
+        """The reply to a call of `send`. An error of NOT_CARRIED_OUT: `run` may repeat the call."""
+        if self._cluster is not None:
+            return self._cluster.finish(sent)
+        if sent.answer is None:
+            self._read_unanswered(sent)
+        if isinstance(sent.answer, OutcomeUnknown):
+            raise sent.answer
+        if isinstance(sent.answer, Exception):
+            # Some refusals close the connection.
+            self._read_unanswered()
+            raise self._refusal(str(sent.answer))
+        answer: list[Any] = sent.answer
+        return answer
+
+    def _read_unanswered(self, last: Sent | None = None) -> None:
+        """Reads the missing replies, up to that to `last`. After a failure the connection is closed."""
+        while self._unanswered and (last is None or last.answer is None):
+            connection = self._connection
+            if connection is None or self._pid != os.getpid():
+                self._break(ConnectionError("the reply belongs to the process that was forked"))
+                return
+            try:
+                # This is no use of the connection: the reply may have come long ago, before the server closed it.
+                answer = connection.receive()
+                self._unanswered.pop(0).answer = answer
+            except OSError as exc:
+                self._break(exc)
+                return
+            except BaseException:
+                self.close()
+                raise
+
+    def _break(self, exc: OSError) -> None:
+        """Closes the connection: the outcome of all unanswered calls is unknown."""
+        self.close(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}")
 
     def run_each(self, script: Script, bases: list[str]) -> list[Any]:
         """Runs a read-only script for each of these queues, in one round trip per server."""
@@ -142,8 +221,34 @@ class Link:
         """Sends several commands about one queue at once; returns replies, or an error for each refused command."""
         if self._cluster is not None:
             return self._cluster.call_batch(commands)
-        answers = self._exchange(commands, OutcomeUnknown)
+        return self.read_answers(self._exchange(commands, OutcomeUnknown))
+
+    def read_answers(self, answers: Sequence[Any]) -> list[Any]:
+        """The replies, with forq's errors. When all are there, since some errors close the connection."""
         return [self._refusal(str(a)) if isinstance(a, Exception) else a for a in answers]
+
+    def replies(self, *commands: tuple[Any, ...]) -> Generator[Any, None, None]:
+        """Sends several commands about one queue at once; yields each reply as soon as it arrives. Not in a cluster.
+
+        Errors are as the server sent them (read_answers). Closing it before the last reply closes the connection.
+        """
+        connection = self._ready_connection()
+        try:
+            connection.send_many(commands)
+            for _ in commands:
+                answer = connection.receive()
+                self._used_at = time.monotonic()
+                yield answer
+        except OSError as exc:
+            self.close()
+            raise OutcomeUnknown(f"connection to Redis at {self.shown_url} broke: {_reason_of(exc)}") from None
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def is_cluster(self) -> bool:
+        return self._cluster is not None
 
     def run_batch(self, script: Script, calls: list[tuple[Any, ...]]) -> list[list[Any] | ForqError]:
         """Runs a script for several queues of one server at once: (base, args …) per call.
@@ -278,9 +383,12 @@ class Link:
         """The URL of the server that serves this key."""
         return self.url if self._cluster is None else self._cluster.link_to(key).url
 
-    def close(self) -> None:
+    def close(self, reason: str = "the connection was closed before the reply") -> None:
         if self._cluster is not None:
             self._cluster.close()
+        unanswered, self._unanswered = self._unanswered, []
+        for sent in unanswered:
+            sent.answer = OutcomeUnknown(reason)
         connection, self._connection = self._connection, None
         self.client_id = None
         if connection is not None and self._pid == os.getpid():
@@ -291,9 +399,14 @@ class Link:
         """The URL without its password."""
         return shown_url(self.url)
 
-    def _ready_connection(self) -> "Connection":
+    def _ready_connection(self, *, ahead: bool = False) -> "Connection":
+        """`ahead`: replies to earlier calls may still be missing."""
+        if self._unanswered and not (ahead and self._may_send_ahead()):
+            self._read_unanswered()
         connection = self._connection
         if connection is not None and self._pid == os.getpid():
+            if self._unanswered:
+                return connection
             if time.monotonic() - self._used_at < IDLE_CHECK_SECONDS or not connection.is_closed():
                 return connection
             self.close()
@@ -306,6 +419,9 @@ class Link:
             raise RedisUnavailable(f"cannot reach Redis at {self.shown_url}: {reason}") from None
         self._connection, self._pid = connection, os.getpid()
         return connection
+
+    def _may_send_ahead(self) -> bool:
+        return self._pid == os.getpid() and time.monotonic() - self._used_at < IDLE_CHECK_SECONDS
 
     def _advice(self) -> str:
         """What to do if it is the embedded server of a supervisor that does not run."""
@@ -380,6 +496,10 @@ def _reason_of(exc: Exception) -> str:
 
 class _LibraryMissing(RedisUnavailable):
     """The server lacks the library; the call was not carried out."""
+
+
+# Errors of calls that were certainly not carried out, and that `Link.run` would repeat.
+NOT_CARRIED_OUT = (_LibraryMissing, Moved)
 
 
 class CallNotAllowed(ForqError):

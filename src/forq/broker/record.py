@@ -14,7 +14,7 @@ record is followed by its error and its attempts (dead.py).
 
 import marshal
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -34,6 +34,9 @@ NO_NAMES = b"[null,null,"
 _PLAIN_JSON = orjson.OPT_PASSTHROUGH_DATETIME | orjson.OPT_PASSTHROUGH_DATACLASS
 # marshal only checks types here; this is its fastest format for small data.
 _MARSHAL_VERSION = 2
+# Between the data of several jobs. No text in JSON contains it, since its quotes would be escaped.
+_BETWEEN = "|forq|"
+_PACKED_BETWEEN = b',"|forq|",'
 # The identifier and the type at the start of BODY.
 _NAMES = re.compile(rb'\[(null|"(?:[^"\\]|\\.)*"),(null|"(?:[^"\\]|\\.)*"),')
 _JSON_TYPES = (type(None), bool, int, float, str, dict, list, tuple)
@@ -66,8 +69,23 @@ def pack_body(data: Any, identifier: str | None, job_type: str | None, trace: di
 
 def join_body(names: bytes, data: Any, trace: dict[str, str] | None) -> bytes:
     """The same with names packed by `pack_names`."""
-    end = b"]" if trace is None else b"," + orjson.dumps(trace) + b"]"
-    return names + pack_data(data) + end
+    return names + pack_data(data) + (b"]" if trace is None else pack_end(trace))
+
+
+def pack_end(trace: dict[str, str] | None) -> bytes:
+    return b"]" if trace is None else b"," + orjson.dumps(trace) + b"]"
+
+
+def join_bodies(names: bytes, every_data: Iterable[Any], trace: dict[str, str] | None) -> Iterator[bytes]:
+    """`join_body` for each item, in half of the time. Packs an item before it takes the next."""
+    end = pack_end(trace)
+    for data in every_data:
+        try:
+            packed = orjson.dumps(data, None, _PLAIN_JSON)
+            marshal.dumps(data, _MARSHAL_VERSION)
+        except (TypeError, ValueError):
+            packed = pack_data(data)
+        yield names + (pack_data(data) if b"null" in packed else packed) + end
 
 
 def pack_names(identifier: str | None, job_type: str | None) -> bytes:
@@ -98,6 +116,22 @@ def pack_data(data: Any, subject: str = "job data") -> bytes:
         path = next(path for path, value in _values(data, root) if isinstance(value, float) and value - value != 0)
         raise InvalidData(f"{subject} is not JSON: {path} is NaN or Infinity, which are not allowed")
     return packed
+
+
+def pack_each(every_data: list[Any]) -> list[bytes]:
+    """The same for each item, in a tenth of the time."""
+    between: list[Any] = [_BETWEEN] * (2 * len(every_data) - 1)
+    between[::2] = every_data
+    try:
+        packed = orjson.dumps(between, option=_PLAIN_JSON)
+        marshal.dumps(every_data, _MARSHAL_VERSION)
+    except (TypeError, ValueError):
+        return [pack_data(data) for data in every_data]
+    each = packed[1:-1].split(_PACKED_BETWEEN)
+    # Data may contain the same text as a value of its own.
+    if len(each) != len(every_data) or (b"null" in packed and _has_non_finite(every_data)):
+        return [pack_data(data) for data in every_data]
+    return each
 
 
 def unpack(packed: bytes) -> Record:

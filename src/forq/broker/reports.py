@@ -14,6 +14,7 @@ from forq.broker.scripts import NO_QUEUE, OK, error_for, script
 
 # Lines per call, at first and at most; long results make it fewer.
 FIRST_LINES, MOST_LINES = 20, 500
+PARTS_PER_DELIVERY = 4
 NUMBERS_PER_CALL = 500
 
 
@@ -32,19 +33,25 @@ class Reports:
         return more
 
     def _deliver_to(self, base: str, destination: str) -> bool:
+        """Returns False once the list is empty: only the first report after that wakes pulse again."""
         name, count = f"{QUEUE_OF_REPORTS}{destination}", FIRST_LINES
         there = queue_base(self._prefix, destination)
-        for _ in range(4):
+        for attempt in range(PARTS_PER_DELIVERY):
             lines = self._link.call("LRANGE", reports_key(base, destination), 0, count - 1)
+            if not lines:
+                if attempt == 0:
+                    self._forget(base, name, [])
+                return False
             sent = _within_limit(lines)
-            reply = self._link.run(script("report"), there, *lines[:sent]) if sent else [OK, 0]
+            reply = self._link.run(script("report"), there, *lines[:sent])
             # Without that queue, nobody waits.
             applied = sent if reply[0] == NO_QUEUE else int(reply[1])
-            if applied or not lines:
+            if applied:
                 self._forget(base, name, lines[:applied])
-            if len(lines) < count and applied == len(lines):
-                return False
-            count = min(MOST_LINES, 5 * count) if applied == count else max(1, applied)
+            if applied == count:
+                count = min(MOST_LINES, 5 * count)
+            elif applied < len(lines):
+                count = max(1, applied)
         return True
 
     def _forget(self, base: str, name: str, lines: Sequence[bytes]) -> None:

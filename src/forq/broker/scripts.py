@@ -81,8 +81,8 @@ LUA_CONSTANTS = {name: value for name, value in globals().items() if name.isuppe
 LUA_CONSTANTS.pop("PROTOCOL")
 
 FILES = (
-    *("call", "journal", "records", "hints", "limits", "results", "claims", "failures", "flows", "batches"),
-    *("leases", "schedules", "release", "recovery", "control", "queues", "enqueue", "turn", "verbs"),
+    *("call", "summary", "journal", "records", "hints", "limits", "results", "claims", "failures", "flows", "batches"),
+    *("leases", "schedules", "release", "recovery", "control", "queues", "enqueue", "turn", "quick", "verbs"),
 )
 # Lua allows 200 local variables per function. Those of the other files are their own: each is a block.
 SHARED = ("call", "records", "hints", "limits", "results", "claims", "recovery", "flows", "verbs")

@@ -21,7 +21,7 @@ from forq.redis_url import Address
 
 if TYPE_CHECKING:
     from forq.broker.connection import Connection
-    from forq.broker.link import Link
+    from forq.broker.link import Link, Sent
     from forq.broker.scripts import Script
 
 # Per node, tried one after another: a node that does not reply must not use up the time of all.
@@ -163,6 +163,13 @@ class Cluster:
         """Calls `send` with the link to the node that serves this key."""
         slot = slot_of(key)
         return self._follow_redirects(lambda: send(self._link(self._url_of(slot))))
+
+    def finish(self, sent: "Sent") -> list[Any]:
+        try:
+            return sent.link.finish(sent)
+        except RedisUnavailable:
+            self._slots = None
+            raise
 
     def link_to(self, key: str) -> "Link":
         """The link to the node that serves this key."""

@@ -37,7 +37,8 @@ from pyspark.sql.types import (
     TimestampType,
 )
 
-from forq.broker.enqueue import CHUNK_BYTES, CHUNK_JOBS, NewJob, Producer, Update, new_job
+from forq.broker.chunks import CHUNK_BYTES, CHUNK_JOBS, NewJob
+from forq.broker.enqueue import Producer, Update, new_job
 from forq.broker.keys import DEFAULT_PRIORITY
 from forq.broker.link import Link
 from forq.errors import BackPressure, ForqError, InvalidData, RedisUnavailable, UsageError

@@ -9,9 +9,10 @@ from forq.api_types import OwnOptions
 from forq.batch import Batch
 from forq.broker.batches import check_batch_id
 from forq.broker.bulk import BulkChanges, DeadPart, check_ids, messages_of
+from forq.broker.chunks import NewJob
 from forq.broker.dead import DeadChanged, DeadChunk, DeadJobs
 from forq.broker.dead_groups import dead_groups
-from forq.broker.enqueue import NewJob, Producer, Update, new_job
+from forq.broker.enqueue import Producer, Update, new_job
 from forq.broker.explain import unknown_job, why
 from forq.broker.filters import JobFilter
 from forq.broker.flows import find_flow, read_flow

@@ -12,7 +12,7 @@ from django.test import TestCase
 
 import forq
 from forq.app.tasks import JobRef, Sender, SyncTask
-from forq.broker.enqueue import NewJob
+from forq.broker.chunks import NewJob
 from forq.contrib.django.late_jobs import job_at_send
 from forq.contrib.django.project import project_app
 from forq.contrib.django.refs import NotSent

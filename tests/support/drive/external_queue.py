@@ -53,6 +53,7 @@ class ExternalQueue(OneQueue):
         for number, job_id in enumerate(ids):
             assert self.redis.zscore(self.key(timers), job_id) is not None, f"{job_id} has no time in {timers}"
             self.redis.zadd(self.key(timers), {job_id: now_ms + number})
+        self.change_summary(first_due_ms=1)
 
     def make_silent(self, worker: str) -> None:
         """Makes the worker's last message older than a lease."""

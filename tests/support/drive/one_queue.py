@@ -8,7 +8,7 @@ from typing import Any
 from forq.broker.claim import Consumer, Results, Settled, Turn
 from forq.broker.enqueue import Producer, Update, new_job
 from forq.broker.inspect import Inspector
-from forq.broker.journal import Event, read_entry
+from forq.broker.journal import Event, Summary, read_entry, read_summary
 from forq.broker.keys import (
     DEFAULT_PREFIX,
     fail_queue,
@@ -47,6 +47,7 @@ class State:
     held_records: dict[str, bytes] = field(default_factory=dict, compare=False)
     owners: dict[str, str] = field(default_factory=dict, compare=False)
     counts: dict[str, str] = field(default_factory=dict, compare=False)
+    summary: Summary = field(default_factory=lambda: read_summary(None), compare=False)
     tokens: int = field(default=0, compare=False)
     retry_tokens: int = field(default=0, compare=False)
 
@@ -79,7 +80,26 @@ class OneQueue:
         """Gives the options a new version, so that scripts read them again."""
         version = self.redis.hincrby(self.key("options"), "version", 1)
         epoch = self.redis.hget(self.key("options"), "epoch").decode()
-        self.redis.hset(self.key("counts"), "options", f"{epoch} {version}")
+        self.change_summary(options=f"{epoch} {version}")
+
+    def set_due(self, due_ms: Mapping[str, float]) -> None:
+        """Sets the due times of scheduled jobs."""
+        self.redis.zadd(self.key("scheduled"), due_ms)
+        self.change_summary(first_due_ms=1)
+
+    def set_stale(self, hint: str, number: int) -> None:
+        self.redis.hset(self.key("stale"), hint, number)
+        self.change_summary(may_be_stale=True)
+
+    def summary(self) -> Summary:
+        return read_summary(self.redis.get(self.key("summary")))
+
+    def change_summary(self, **values: Any) -> None:
+        new = self.summary()._replace(**values)
+        numbers = (new.bytes, new.fence, new.other_hints, new.lane, new.suspects, new.first_due_ms)
+        flags = f"{new.may_be_stale:d} {new.may_be_rare:d}"
+        text = f"{new.options} {new.sequence} {new.hash or '-'} {' '.join(map(str, numbers))} {flags}"
+        self.redis.set(self.key("summary"), text)
 
     def enqueue(self, *ids: str, priority: int = 5, token: str | None = None, if_exists: str = "refuse") -> list[str]:
         jobs = [new_job({"n": job_id}, id=job_id, priority=priority, token=token) for job_id in ids]
@@ -153,7 +173,8 @@ class OneQueue:
             for worker in self.workers:
                 look.lrange(worker.processing, 0, -1)
             look.hgetall(self.key("held:jobs"))
-            *found, held_records = look.execute()
+            look.get(self.key("summary"))
+            *found, held_records, summary = look.execute()
         jobs, owners, stale, counts = ({k.decode(): v for k, v in flat.items()} for flat in found[:4])
         suspect_ms = {job_id.decode(): int(score) for job_id, score in found[25]}
         found[25] = [job_id for job_id, _ in found[25]]
@@ -175,6 +196,7 @@ class OneQueue:
             held_records={job_id.decode(): record for job_id, record in held_records.items()},
             owners={job_id: owner.decode() for job_id, owner in owners.items()},
             counts={name: value.decode() for name, value in counts.items()},
+            summary=read_summary(summary),
             tokens=lists[5].count(""),
             retry_tokens=len(failed),
         )

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Self
 
@@ -41,11 +42,20 @@ class Postgres:
     """One server process; its data survives stop, kill and restart. `with` starts and removes it.
 
     `folder`: of its socket, which is the HOST of a Django database; NAME and USER are "postgres". Nothing is synced to
-    the disk: data survives the death of processes, not that of the machine.
+    the disk: data survives the death of processes, not that of the machine. `programs` and `environ`: another
+    PostgreSQL than the machine's. `settings`: further ones, by the server's names.
     """
 
-    def __init__(self) -> None:
-        self._programs = need_postgres()
+    def __init__(
+        self,
+        *,
+        programs: Path | None = None,
+        environ: Mapping[str, str] | None = None,
+        settings: Mapping[str, str] | None = None,
+    ) -> None:
+        self._programs = programs or need_postgres()
+        self._environ = {**os.environ, **(environ or {})}
+        self._settings = dict(settings or {})
         self.folder = Path(tempfile.mkdtemp(prefix="forq-pg-"))
         self.process: subprocess.Popen[bytes] | None = None
         self._user: str | None = None
@@ -92,12 +102,14 @@ class Postgres:
             "max_connections": "60",
             # Otherwise a server that was killed is repaired by its parent, which is another process than this one.
             "restart_after_crash": "off",
+            **self._settings,
         }
         parts = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
         with (self.folder / "server.log").open("ab") as log:
             self.process = subprocess.Popen(
                 [str(self._programs / "postgres"), "-D", str(data), *parts],
                 user=self._user,
+                env=self._environ,
                 cwd=self.folder,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -130,6 +142,7 @@ class Postgres:
         done = subprocess.run(
             [str(self._programs / program), *arguments],
             user=self._user,
+            env=self._environ,
             cwd=self.folder,
             stdin=subprocess.DEVNULL,
             capture_output=True,
@@ -142,7 +155,9 @@ class Postgres:
         deadline = time.monotonic() + _START_SECONDS
         while True:
             ready = subprocess.run(
-                [str(self._programs / "pg_isready"), "-q", "-h", str(self.folder)], stdin=subprocess.DEVNULL
+                [str(self._programs / "pg_isready"), "-q", "-h", str(self.folder)],
+                env=self._environ,
+                stdin=subprocess.DEVNULL,
             )
             if ready.returncode == 0:
                 return

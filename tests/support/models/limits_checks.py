@@ -54,7 +54,7 @@ class LimitChecks:
 
     def check_answer(self, worker: ModelWorker, answer: Turn, *, limited: bool) -> None:
         waits = any(job.waits for job in self._model.jobs.values())
-        hints = int(self._queue.state().counts.get("other_hints", 0)) > 0
+        hints = self._queue.summary().other_hints > 0
         assert answer.limited == (limited and worker.lane == "main" and (waits or hints))
 
     def sleeps(self, worker: ModelWorker, answer: Turn, *, heard: bool) -> None:

@@ -147,8 +147,8 @@ class Checks:
         live = Counter(f"{job.place}:{job_id}" for job_id, job in self._model.jobs.items() if job.waits)
         assert hints == live + Counter(state.stale)
         others = sum(len(ids) for priority, ids in state.waiting.items() if priority != 5) + len(state.swept.get(5, []))
-        assert int(state.counts.get("other_hints", 0)) == others
-        assert int(state.counts.get("suspect_hints", 0)) == len(state.suspects)
+        assert state.summary.other_hints == others
+        assert state.summary.suspects == len(state.suspects)
         assert all(not field.startswith("s:") for field in state.stale)
         for job_id, ms in state.suspect_ms.items():
             enqueued_ms = unpack(state.records[job_id]).enqueued_us // 1000
@@ -254,7 +254,7 @@ def pass_time(queue: OneQueue, ms: int) -> None:
     for job_id in queue.redis.zrange(queue.key("done"), 0, -1):
         queue.redis.zincrby(queue.key("done"), -ms, job_id)
     for job_id, due in queue.redis.zrange(queue.key("scheduled"), 0, -1, withscores=True):
-        queue.redis.zadd(queue.key("scheduled"), {job_id: due - ms})
+        queue.set_due({job_id: due - ms})
     for job_id, entry in queue.redis.hgetall(queue.key("blocked")).items():
         head, _, body = entry.partition(b"\n")
         update, reset, priority, own, lo, hi, enqueued_us, *options = head.decode().split(" ")

@@ -118,8 +118,8 @@ class ReleaseChecks(Checks):
         live = Counter(f"{item.place}:{job_id}" for job_id, item in items.items() if item.waits)
         assert hints == live + Counter(state.stale)
         others = sum(len(ids) for priority, ids in state.waiting.items() if priority != 5) + len(state.swept.get(5, []))
-        assert int(state.counts.get("other_hints", 0)) == others
-        assert int(state.counts.get("lane", 0)) == sum(item.waits and item.lane > 0 for item in items.values())
+        assert state.summary.other_hints == others
+        assert state.summary.lane == sum(item.waits and item.lane > 0 for item in items.values())
 
     def _check_waking(self, state: State) -> None:
         assert state.tokens <= 1

@@ -7,10 +7,16 @@
 
 local journal, records, attempts, hints, limits, timers, schedules, blocked = {}, {}, {}, {}, {}, {}, {}, {}
 local progress, waiters, done, awaiters, leases, claims, failures, dead = {}, {}, {}, {}, {}, {}, {}, {}
-local recovery, turns, control, flows, batches, verbs = {}, {}, {}, {}, {}, {}
+local recovery, turns, control, flows, batches, summary, verbs = {}, {}, {}, {}, {}, {}, {}
+-- By verb: its short form for the most common call (quick.lua), or nil; and the keys that these use.
+local quick = {}
+local QUICK_KEYS = { 'summary', 'jobs', 'pending', 'active', 'events', 'counts', 'processed:count' }
 
--- Key names and options per queue base. Options are valid for one epoch and version. The field `options` of `counts`
--- has both, and every call reads it again, so a call never sees stale options.
+-- A record with a body up to this length is not measured (records.lua).
+local SMALL_BODY = 7680
+
+-- Per queue base: key names, the options of one version, and the values in `summary` (summary.lua) while it has the
+-- same text. Every call reads `summary` again, so none sees stale values.
 local CACHE, CACHE_MAX = { queues = {}, count = 0 }, 1000
 
 -- The option `flows`, as settings.py stores it: off, auto, on.
@@ -27,15 +33,15 @@ local epoch, paused, options, cached_numbers, protocol, mode, on_request
 local journal_on, journal_max, rate_count, max_active, has_limits
 -- Whether the queue has had jobs that wait for others (flows.lua).
 local flows_on
--- The hash `counts` is read once and written once per call: each command costs as much as hashing a journal entry.
-local stored_counts, new_counts
-local events
--- other_hints: hints in lists of priorities other than 5; while it is 0, a claim reads one list only. in_lane: jobs
--- waiting in the retry lane (stale hints excluded).
-local other_hints, in_lane, suspect_hints
-local other_hints_before, in_lane_before, suspect_hints_before
--- Whether `stale` may have entries, and the number of hints in swept lists. nil: not read yet.
-local may_be_stale, swept_hints
+-- The values in `summary`. last_fence is text.
+local version, sequence, last_hash, journal_bytes, last_fence
+local other_hints, in_lane, suspect_hints, first_due_ms, may_be_stale, may_be_rare
+-- The number of suspects when the call began.
+local suspect_hints_before
+-- Fields of the hash `counts` with their new values, and the events of the call.
+local new_counts, events
+-- Whether this call knows that `stale` exists, and the number of hints in swept lists (nil: not read yet).
+local stale_known, swept_hints
 -- Ids that became ready in this call (on_request only).
 local ready_ids
 -- The token bucket of the rate, and until when one unit of the limits is reserved for suspects. nil: not read yet.
@@ -50,19 +56,20 @@ local returned_bytes
 local lost_jobs
 -- The fence of all claims of this call; nil: none yet.
 local call_fence
+-- The server's time in µs as text. nil: not needed yet.
+local now_as_text
 -- Edges of sources that have ended in this call, whether flows.resolve runs, and how much it may still do.
 local edge_work, edges_resolving, edges_left, edge_bytes
 local EDGES_PER_CALL = 500
 
 local function begin(keys, args)
   KEYS, ARGV = keys, args
-  base, parent, cached, cached_keys, now_us, now_ms = nil, nil, nil, nil, nil, nil
+  base, parent, cached, cached_keys, now_us, now_ms, version = nil, nil, nil, nil, nil, nil, nil
   epoch, paused, options, cached_numbers, protocol, mode, on_request = nil, nil, nil, nil, nil, nil, nil
   journal_on, journal_max, rate_count, max_active, has_limits, flows_on = nil, nil, nil, nil, nil, nil
-  stored_counts, new_counts, events, ready_ids, lost_jobs = nil, {}, {}, {}, {}
-  other_hints, in_lane, suspect_hints = nil, nil, nil
-  other_hints_before, in_lane_before, suspect_hints_before = nil, nil, nil
-  may_be_stale, swept_hints, bucket, reserved_until_ms, has_progress, call_fence = nil, nil, nil, nil, nil, nil
+  new_counts, events, ready_ids, lost_jobs = {}, {}, {}, {}
+  stale_known, swept_hints = false, nil
+  bucket, reserved_until_ms, has_progress, call_fence, now_as_text = nil, nil, nil, nil, nil
   too_many_expired, too_many_skipped, returned_bytes = false, false, 0
   edge_work, edges_resolving, edges_left, edge_bytes = nil, false, EDGES_PER_CALL, 0
 end
@@ -76,9 +83,10 @@ local function key(name)
   return full
 end
 
--- The server's time in µs as text. Lua's own conversion to text rounds to 14 digits.
+-- Lua's own conversion to text rounds to 14 digits.
 local function now_text()
-  return string.format('%.0f', now_us)
+  now_as_text = now_as_text or string.format('%d', now_us)
+  return now_as_text
 end
 
 -- Builds a key with a variable part. These are not cached: there is no limit to their number.
@@ -116,15 +124,7 @@ local function channel(name)
   return base .. '@' .. (options.db or '0') .. ':' .. name
 end
 
--- Increments the version of a queue's options. Call it after each change of them. `of`: the base of this queue or of
--- its fail queue.
-local function next_version(of)
-  local version = redis.call('HINCRBY', of .. ':options', 'version', 1)
-  redis.call('HSET', of .. ':counts', 'options', redis.call('HGET', of .. ':options', 'epoch') .. ' ' .. version)
-  return version
-end
-
--- Starts a call about a queue, up to the options.
+-- Starts a call about a queue, up to `summary`.
 local function open_queue(keys, args)
   begin(keys, args)
   base = keys[1]
@@ -144,12 +144,13 @@ local function open_queue(keys, args)
   now_ms = (now_us - now_us % 1000) / 1000
 end
 
--- Reads the options, unless those in the cache are of this version (nil or false: there is no queue).
-local function read_options(version)
-  if not version or cached.version ~= version then
+-- Reads the options, unless those in the cache are of this version (nil: no queue, or its summary is lost).
+local function read_options(of_version)
+  if not of_version or cached.options_version ~= of_version then
     local all, named = redis.call('HGETALL', key('options')), {}
     for at = 1, #all, 2 do named[all[at]] = all[at + 1] end
-    cached.version, cached.epoch, cached.paused = version, named.epoch, named.paused == '1'
+    version = of_version or (named.epoch and named.epoch .. ' ' .. (named.version or '0'))
+    cached.options_version, cached.epoch, cached.paused = version, named.epoch, named.paused == '1'
     cached.options, cached.numbers = named, {}
     options, cached_numbers = named, cached.numbers
     cached.journal_on, cached.journal_max = named.journal == '1', option('journal_max')
@@ -157,6 +158,15 @@ local function read_options(version)
     cached.rate_count, cached.max_active = option('rate_count'), option('max_active')
     cached.has_limits = cached.rate_count > 0 or cached.max_active > 0
     cached.flows_on = option('flows') == FLOWS_ON or named.flows_used == '1'
+    cached.is_plain = named.mode == 'work' and cached.journal_on and not cached.flows_on
+      and option('max_items') == 0
+    cached.small_body, cached.keeps_done = math.min(option('max_data'), SMALL_BODY), option('keep_done_ms') > 0
+    cached.due_channel = channel('due')
+    -- As turns return them (verbs.turn).
+    cached.limits = { option('timeout_ms'), tonumber(named.size or 1), option('priority'),
+      cached.keeps_done and option('max_data') or -option('max_data'), option('max_retries'),
+      option('retry_lane_retries') }
+    for _, name in ipairs(QUICK_KEYS) do key(name) end
   end
   epoch, paused, options, cached_numbers = cached.epoch, cached.paused, cached.options, cached.numbers
   protocol, mode, on_request = options.protocol, options.mode, cached.on_request
@@ -168,16 +178,6 @@ end
 -- Starts a call about a queue.
 local function open(keys, args)
   open_queue(keys, args)
-  read_options(redis.call('HGET', key('counts'), 'options'))
-end
-
--- Starts a call that changes jobs: also reads `counts`.
-local function open_counts(keys, args)
-  open_queue(keys, args)
-  stored_counts = redis.call('HMGET', key('counts'), 'journal_sequence', 'journal_hash', 'journal_bytes', 'fence',
-    'other_hints', 'lane', 'suspect_hints', 'options')
-  read_options(stored_counts[8])
-  other_hints, in_lane = (stored_counts[5] or 0) + 0, (stored_counts[6] or 0) + 0
-  suspect_hints = (stored_counts[7] or 0) + 0
-  other_hints_before, in_lane_before, suspect_hints_before = other_hints, in_lane, suspect_hints
+  summary.read()
+  read_options(version)
 end

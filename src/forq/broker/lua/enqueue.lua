@@ -101,6 +101,7 @@ function blocked.add(id, dispatch)
     entry.own = blocked.clamp(entry.own, lo, hi)
   end
   entry.lo, entry.hi = blocked.fold_bounds(entry.lo, entry.hi, dispatch.update_run_at, dispatch.run_at)
+  may_be_rare = true
   redis.call('HSET', key('blocked'), id, string.format('%d %d %s %.0f %.0f %.0f %s%s\n', entry.update and 1 or 0,
     entry.reset and 1 or 0, entry.priority, entry.own, entry.lo, entry.hi, entry.enqueued_us,
     entry.options == '' and '' or ' ' .. entry.options) .. entry.body)
@@ -111,8 +112,10 @@ end
 local FIRST, WIDTH = 3, 3
 -- Tokens of repeatable calls are kept this much longer than needed: the server's clock may be set back.
 local KEEP_MARGIN_MS = 300000
+-- The policy for ids that were generated for a call.
+local REFUSE = 'refuse 0 false 0'
 
--- The common call: one new job that may run at once. HSETNX both checks and stores.
+-- One new job that may run at once. HSETNX both checks and stores. (quick.lua does it for most queues.)
 local function store_single(count, max_items, max_data, stored_at)
   local id, head, body = ARGV[FIRST], ARGV[FIRST + 1], ARGV[FIRST + 2]
   if count > 1 or #head > 1 or mode ~= 'work' or max_items > 0 or #body > max_data then return false end
@@ -127,10 +130,72 @@ local function store_single(count, max_items, max_data, stored_at)
   return true
 end
 
+-- Which of these ids exist. Reading small records is cheaper than one HEXISTS per id.
+local function find_existing(ids)
+  local existing = {}
+  if records.readable(#ids, READ_BYTES) == #ids then
+    existing = redis.call('HMGET', key('jobs'), unpack(ids))
+  else
+    for i, id in ipairs(ids) do existing[i] = redis.call('HEXISTS', key('jobs'), id) == 1 end
+  end
+  if flows_on and redis.call('EXISTS', key('held')) == 1 then
+    for i, held in ipairs(redis.call('HMGET', key('held'), unpack(ids))) do existing[i] = existing[i] or held end
+  end
+  return existing
+end
+
+-- The first data in a call of plain jobs, and the length of their ids. The policy of such a call begins with a digit.
+local FIRST_DATA, ID_LENGTH, DIGIT_9 = 6, 32, 57
+-- A hash with small values is a list up to this number of fields, and HSET searches a list from the start. A value
+-- longer than 64 bytes makes it a table, which pays off from this number of jobs on.
+local LIST_FIELDS, LONG_VALUE_BYTES, MANY_JOBS = 512, 65, 50
+
+-- The common bulk call. False if one of its jobs exists or does not fit, or if the queue needs more than this: nothing
+-- is stored then. Lua reads every character of a string that it makes, so it makes few.
+local function store_plain(priority, are_new, max_items, max_data, stored_at)
+  if mode ~= 'work' then return false end
+  local all_ids, before, after, sub = ARGV[3], 'p' .. priority .. stored_at .. ARGV[4], ARGV[5], string.sub
+  local ids, packed, count, longest = {}, {}, #ARGV - FIRST_DATA + 1, 0
+  for i = 1, count do
+    local end_of_id, data = (ID_LENGTH + 1) * i - 1, ARGV[FIRST_DATA + i - 1]
+    local id = sub(all_ids, end_of_id - ID_LENGTH + 1, end_of_id)
+    ids[i] = id
+    packed[2 * i - 1] = id
+    packed[2 * i] = before .. data .. after
+    if #data > longest then longest = #data end
+  end
+  longest = longest + #ARGV[4] + #after
+  if longest > max_data or (max_items > 0 and records.items() + count > max_items) then return false end
+  for _, known in ipairs(are_new and {} or find_existing(ids)) do
+    if known then return false end
+  end
+
+  records.note_size(longest, base)
+  local is_list = count > MANY_JOBS and redis.call('HLEN', key('jobs')) <= LIST_FIELDS
+  if is_list then redis.call('HSET', key('jobs'), '', string.rep('.', LONG_VALUE_BYTES)) end
+  redis.call('HSET', key('jobs'), unpack(packed))
+  if is_list then redis.call('HDEL', key('jobs'), '') end
+  hints.push_back(priority, ids)
+  journal.note('enqueued 0 ' .. all_ids)
+  hints.wake_idle(NOTIFY_AWAITERS)
+  journal.write('-')
+  return true
+end
+
+-- Turns a call of plain jobs into one of any jobs.
+local function spell_out(priority, policy)
+  local args, at = { ARGV[1], policy }, FIRST_DATA
+  for id in string.gmatch(ARGV[3], '%S+') do
+    for _, value in ipairs({ id, priority, ARGV[4] .. ARGV[at] .. ARGV[5] }) do args[#args + 1] = value end
+    at = at + 1
+  end
+  ARGV = args
+end
+
 -- enqueue: stores jobs as waiting or scheduled; all of them or none. A job with a known id updates the existing one, or
 -- is blocked behind it while that is active.
 -- KEYS[1]  the queue's base
--- ARGV     protocol, policy, then per job: id, head, body. Each argument costs time, so:
+-- ARGV     protocol, policy, then per job: id, head, body. Each argument and each character costs time, so:
 --          policy: what to do with a known id ('update' | 'skip' | 'refuse' | 'leave'), update_data ('1' | '0'),
 --          update_run_at ('true' | 'false' | 'if_later' | 'if_earlier'), reset_counts ('1' | '0'), separated by spaces;
 --          then, for jobs with tokens that may be sent again: [' ' UNTIL ' ' KEEP_UNTIL ' ' EPOCH]. The call is refused
@@ -138,6 +203,10 @@ end
 --          head: PRIORITY, or PRIORITY ' ' RUN_AT ' ' TOKEN [' ' OPTIONS] ['\n' AFTER ['\n' EDGE]]; RUN_AT (ms; '+ms'
 --          from now) and TOKEN may be empty; OPTIONS: the job's own (records.lua), with 'x=' followed by ms; AFTER:
 --          what a new job waits for (flows.read_after); EDGE: an edge that begins at it, such as to its batch
+--          Plain jobs are those of one priority without RUN_AT, TOKEN, OPTIONS, AFTER and EDGE, whose ids have 32
+--          characters and are all different. At least two may be sent as: protocol, PRIORITY [' ' policy], the ids
+--          joined by ' ', the start of each body, the end of each body, then per job: the rest of its body. Without a
+--          policy the ids were generated for this call, so no job has them
 -- Returns  {OK, mark, index, id, index, id ...}: the jobs (from 1) whose token is known, with the stored id, and those
 --          left out ('leave') with ''; {NO_QUEUE}; {OTHER_PROTOCOL, its number}; {FULL, max_items}; {EXISTS, index};
 --          {TOO_LARGE, index, max_data}; {NOT_IN_MODE, mode} for options in another mode than work; {LATE}: after
@@ -151,16 +220,20 @@ function verbs.enqueue()
   if not epoch then return { NO_QUEUE } end
   if protocol ~= ARGV[1] then return { OTHER_PROTOCOL, protocol } end
 
-  local count = (#ARGV - FIRST + 1) / WIDTH
   local max_items, max_data, dedup_ttl_ms = option('max_items'), option('max_data'), option('dedup_ttl_ms')
 
-  -- Converting a number to text costs as much as a command, so once only.
-  local stored_us = string.format('%d', now_us)
+  local stored_us = now_text()
   local stored_at = ' ' .. stored_us .. '\n'
-  local mark = epoch .. ' ' .. (stored_counts[4] or '0') .. ' ' .. stored_us
+  local mark = epoch .. ' ' .. last_fence .. ' ' .. stored_us
 
-  if store_single(count, max_items, max_data, stored_at) then return { OK, mark } end
+  if store_single((#ARGV - FIRST + 1) / WIDTH, max_items, max_data, stored_at) then return { OK, mark } end
+  if string.byte(ARGV[2]) <= DIGIT_9 then
+    local priority, policy = string.match(ARGV[2], '^(%d) ?(.*)$')
+    if store_plain(priority, policy == '', max_items, max_data, stored_at) then return { OK, mark } end
+    spell_out(priority, policy == '' and REFUSE or policy)
+  end
 
+  local count = (#ARGV - FIRST + 1) / WIDTH
   local if_exists, update_data, update_run_at, reset, terms = string.match(ARGV[2], '^(%l+) (%d) ([%l_]+) (%d) ?(.*)$')
   if terms ~= '' then
     local last_ms, keep_until_ms, of_epoch = string.match(terms, '^(%d+) (%d+) (%S+)$')
@@ -210,16 +283,7 @@ function verbs.enqueue()
 
   local ids = {}
   for i = 1, count do ids[i] = ARGV[FIRST + WIDTH * (i - 1)] end
-  -- Which ids exist. Reading small records is cheaper than one HEXISTS per id.
-  local existing = {}
-  if records.readable(count, READ_BYTES) == count then
-    existing = redis.call('HMGET', key('jobs'), unpack(ids))
-  else
-    for i, id in ipairs(ids) do existing[i] = redis.call('HEXISTS', key('jobs'), id) == 1 end
-  end
-  if flows_on and redis.call('EXISTS', key('held')) == 1 then
-    for i, held in ipairs(redis.call('HMGET', key('held'), unpack(ids))) do existing[i] = existing[i] or held end
-  end
+  local existing = find_existing(ids)
 
   local reply, new, changes, seen, tokens, longest = { OK, mark }, {}, {}, {}, {}, 0
   -- What new jobs wait for, by their place in ARGV; and their places in order.

@@ -43,7 +43,7 @@ function flows.switch_on()
   if flows_on then return end
   flows_on = true
   redis.call('HSET', key('options'), 'flows_used', '1')
-  next_version(base)
+  summary.next_version(base)
 end
 
 function flows.remember(ids, how)

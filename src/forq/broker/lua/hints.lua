@@ -8,7 +8,9 @@
 local NOTIFY_AWAITERS, WAKE_LIMITED = true, true
 
 function hints.has_stale()
-  if may_be_stale == nil then may_be_stale = redis.call('EXISTS', key('stale')) == 1 end
+  if may_be_stale and not stale_known then
+    may_be_stale, stale_known = redis.call('EXISTS', key('stale')) == 1, true
+  end
   return may_be_stale
 end
 
@@ -47,7 +49,6 @@ function hints.count_swept(place, number)
   if place == '5' then other_hints = other_hints + number end
   swept_hints = redis.call('HINCRBY', key('stale'), 'swept', number)
   if swept_hints == 0 then redis.call('HDEL', key('stale'), 'swept') end
-  may_be_stale = nil
 end
 
 -- The list with the first hints of a place, and whether it is the swept one.
@@ -135,12 +136,6 @@ end
 function hints.wake_idle(notifies, makes_room)
   -- A unit that was reserved for the last suspect is free.
   if suspect_hints == 0 and suspect_hints_before > 0 then makes_room = true end
-  if other_hints ~= other_hints_before or in_lane ~= in_lane_before or suspect_hints ~= suspect_hints_before then
-    journal.set_count('other_hints', other_hints)
-    journal.set_count('lane', in_lane)
-    journal.set_count('suspect_hints', suspect_hints)
-    other_hints_before, in_lane_before, suspect_hints_before = other_hints, in_lane, suspect_hints
-  end
   if paused then return end
   local limited_too = makes_room and has_limits
   if on_request then
@@ -219,7 +214,7 @@ end
 function hints.remove(place, id)
   if place == SUSPECTS_PLACE then return hints.count(SUSPECTS_PLACE, -redis.call('ZREM', key('suspects'), id)) end
   redis.call('HINCRBY', key('stale'), place .. ':' .. id, 1)
-  may_be_stale = true
+  may_be_stale, stale_known = true, true
   if place == RETRY_PLACE then in_lane = in_lane - 1 end
   hints.trim(place, id)
   hints.sweep(place)

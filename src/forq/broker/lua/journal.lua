@@ -4,7 +4,7 @@
 local ENTRY_BYTES = 150
 local EXACT_TRIM_MAX = 100000
 
--- Sets a field of `counts`; journal.write stores it at the end of the call.
+-- Sets a field of `counts`, which holds what few calls need; journal.write stores it at the end of the call.
 function journal.set_count(name, value)
   new_counts[#new_counts + 1] = name
   new_counts[#new_counts + 1] = value
@@ -57,27 +57,44 @@ function journal.trim(too_long)
   local left = redis.call('XLEN', stream)
   if left == before then return end
   -- The size of the removed entries is unknown, so assume that all entries are equally long.
-  local bytes = tonumber(redis.call('HGET', key('counts'), 'journal_bytes') or 0)
-  redis.call('HSET', key('counts'), 'journal_bytes', math.floor(bytes * left / before))
+  journal_bytes = math.floor(journal_bytes * left / before)
   redis.call('HINCRBY', key('counts'), 'journal_trimmed', before - left)
   if lost > 0 then redis.call('HINCRBY', key('counts'), 'journal_lost', lost) end
 end
 
--- Must be the last step of a call, even without events: it also stores the counts.
+-- Must be the last step of a call, even without events: it also stores the counts and the summary.
 function journal.write(actor)
-  if #events == 0 or not journal_on then
-    if #new_counts > 0 then redis.call('HSET', key('counts'), unpack(new_counts)) end
-    return
-  end
-  local text, sequence = table.concat(events, '\n'), (stored_counts[1] or 0) + 1
-  local head = string.format('%s %.0f %.0f %s', epoch, sequence, now_us, actor)
-  local hash = redis.sha1hex((stored_counts[2] or '') .. '\n' .. head .. '\n' .. text)
-  -- The call has changed the queue by now and must not fail. A refused entry leaves a gap in the sequence. One field
-  -- costs a third less than one per value.
-  local refused = redis.pcall('XADD', key('events'), '*', 'v4', head .. ' ' .. hash .. '\n' .. text).err
-  local bytes = (stored_counts[3] or 0) + (refused and 0 or #text + ENTRY_BYTES)
-  redis.call('HSET', key('counts'), 'journal_sequence', sequence, 'journal_hash', hash, 'journal_bytes', bytes,
-    unpack(new_counts))
-  if refused then redis.call('HINCRBY', key('counts'), 'journal_lost', 1)
-  elseif bytes > journal_max then journal.trim(true) end
+  if #new_counts > 0 then redis.call('HSET', key('counts'), unpack(new_counts)) end
+  if #events > 0 and journal_on then journal.append(actor) end
+  summary.save()
+end
+
+-- Returns the hash of an entry, and the entry. `number`: its sequence number as text.
+function journal.pack(of_epoch, number, us, actor, hash_before, text)
+  local about = of_epoch .. ' ' .. number .. ' ' .. us .. ' ' .. actor
+  local hash = redis.sha1hex((hash_before == '-' and '' or hash_before) .. '\n' .. about .. '\n' .. text)
+  return hash, about .. ' ' .. hash .. '\n' .. text
+end
+
+-- Stores an entry; false if the server refuses it. The call has changed the queue by now and must not fail: a refused
+-- entry leaves a gap in the sequence. One field costs a third less than one per value.
+function journal.store(events_key, counts_key, entry)
+  if not redis.pcall('XADD', events_key, '*', 'v4', entry).err then return true end
+  redis.call('HINCRBY', counts_key, 'journal_lost', 1)
+  return false
+end
+
+-- What an entry with this text adds to journal_bytes.
+function journal.bytes_of(text)
+  return #text + ENTRY_BYTES
+end
+
+function journal.append(actor)
+  local text = #events == 1 and events[1] or table.concat(events, '\n')
+  sequence = sequence + 1
+  local hash, entry = journal.pack(epoch, string.format('%d', sequence), now_text(), actor, last_hash, text)
+  last_hash = hash
+  if not journal.store(key('events'), key('counts'), entry) then return end
+  journal_bytes = journal_bytes + journal.bytes_of(text)
+  if journal_bytes > journal_max then journal.trim(true) end
 end

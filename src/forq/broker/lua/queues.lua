@@ -58,7 +58,8 @@ end
 local function options_changed()
   if not journal_on and redis.call('HGET', key('options'), 'journal') == '1' then
     -- Events since then were not recorded: leave a gap in the sequence.
-    redis.call('HINCRBY', key('counts'), 'journal_sequence', 1)
+    sequence = sequence + 1
+    summary.save()
   end
   -- promote wakes the workers held back by the old limits.
   if has_limits then redis.call('PUBLISH', channel('due'), '0') end
@@ -107,7 +108,7 @@ function verbs.create()
     end
   end
   for at = first_given, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
-  next_version(base)
+  summary.next_version(base)
   options.db = redis.call('HGET', key('options'), 'db') or '0'
   if created then
     -- The graves of the last queue of this name outlive its deletion; from now on each has its own expiry.
@@ -118,7 +119,9 @@ function verbs.create()
     redis.call('PERSIST', key('events'))
     redis.call('PERSIST', key('journal:watermarks'))
     redis.call('PERSIST', key('counts'))
-    stored_counts[1], stored_counts[2] = false, false
+    sequence, last_hash = 0, '-'
+    journal_bytes = tonumber(redis.call('HGET', key('counts'), 'journal_bytes') or journal_bytes)
+    redis.call('HDEL', key('counts'), 'journal_bytes')
     journal.note('created 0 ' .. epoch)
     -- The fail queue of a paused queue starts paused.
     if redis.call('HGET', key('options'), 'paused') == '1' then journal.note('paused 0') end
@@ -141,7 +144,7 @@ function verbs.configure()
   if not epoch then return { NO_QUEUE } end
   for at = 1, #ARGV, 2 do redis.call('HSET', key('options'), ARGV[at], ARGV[at + 1]) end
   options_changed()
-  return { OK, next_version(base) }
+  return { OK, summary.next_version(base) }
 end
 
 -- pause: pauses or resumes a queue. A paused queue starts no jobs; running jobs continue. Resuming wakes every worker.
@@ -155,7 +158,7 @@ function verbs.pause()
   paused = ARGV[1] == '1'
   if paused == was_paused then return { OK } end
   redis.call('HSET', key('options'), 'paused', ARGV[1])
-  next_version(base)
+  summary.next_version(base)
   if not paused then
     for _, processor in ipairs(redis.call('ZRANGE', key('processors'), 0, -1)) do
       for _, worker in ipairs(redis.call('HKEYS', workers_key(processor))) do
@@ -226,7 +229,6 @@ function verbs.delete()
   if mode ~= 'work' then awaiters.notify_all() end
   for _, id in ipairs(redis.call('HKEYS', key('waiters'))) do waiters.notify({ id }, 'deleted') end
   journal.write('-')
-  local journal_bytes = redis.call('HGET', key('counts'), 'journal_bytes')
   redis.call('PEXPIRE', key('events'), JOURNAL_MS)
   redis.call('PEXPIRE', key('journal:watermarks'), JOURNAL_MS)
   for priority = 0, 9 do redis.call('UNLINK', pending_key(tostring(priority)), hints.swept_key(tostring(priority))) end
@@ -244,8 +246,9 @@ function verbs.delete()
     key('suspects'), key('stale'), key('evicting'), key('failed'), key('dead'), key('processors'), key('limited'),
     key('options'), key('counts'), key('processed:count'),
     key('failed:count'))
+  summary.forget()
   if redis.call('EXISTS', key('events')) == 1 then
-    redis.call('HSET', key('counts'), 'journal_bytes', journal_bytes or 0)
+    redis.call('HSET', key('counts'), 'journal_bytes', journal_bytes)
     redis.call('PEXPIRE', key('counts'), JOURNAL_MS)
   end
   return { OK, jobs }
@@ -313,8 +316,7 @@ function verbs.counts()
     return oldest_ms
   end
 
-  local counted = redis.call('HMGET', key('counts'), 'dropped', 'journal_bytes', 'journal_trimmed', 'journal_lost',
-    'journal_sequence', 'journal_hash', 'lane', 'idle_until_ms')
+  local counted = redis.call('HMGET', key('counts'), 'dropped', 'journal_trimmed', 'journal_lost', 'idle_until_ms')
 
   local scheduled_ms = tonumber(redis.call('ZRANGE', key('scheduled'), 0, 0, 'WITHSCORES')[2])
   local tick_ms = tonumber(redis.call('ZRANGE', key('schedules:next'), 0, 0, 'WITHSCORES')[2])
@@ -326,7 +328,7 @@ function verbs.counts()
   for place in string.gmatch('0123456789sr', '.') do
     oldest = math.min(oldest, oldest_enqueued_ms(place) or math.huge)
   end
-  oldest = math.max(oldest, math.min(now_ms, tonumber(counted[8] or 0)))
+  oldest = math.max(oldest, math.min(now_ms, tonumber(counted[4] or 0)))
   if scheduled_ms and scheduled_ms <= now_ms then oldest = math.min(oldest, math.floor(scheduled_ms)) end
 
   return {
@@ -343,16 +345,16 @@ function verbs.counts()
     mode or false,
     tonumber(counted[1] or 0),
     redis.call('XLEN', key('events')),
+    journal_bytes,
     tonumber(counted[2] or 0),
-    tonumber(counted[3] or 0),
     redis.call('ZCARD', key('scheduled')),
     redis.call('HLEN', key('blocked')),
-    tonumber(counted[7] or 0),
+    in_lane,
     redis.call('HLEN', base .. ':fail:jobs'),
-    tonumber(counted[4] or 0),
+    tonumber(counted[3] or 0),
     tonumber(epoch),
-    tonumber(counted[5] or 0),
-    counted[6] or '',
+    sequence,
+    last_hash == '-' and '' or last_hash,
     redis.call('HLEN', key('awaiters')),
     redis.call('ZCARD', key('done')) + redis.call('ZCARD', key('done:own')),
     due_ms < math.huge and math.max(0, math.floor(due_ms) - now_ms) or -1,

@@ -22,7 +22,7 @@ local SUSPECTS_PLACE = 's'
 local READ_BYTES = 4 * 1024 * 1024
 -- The option `largest_record` is an upper limit for the length of any record of the queue, counts included. It is a
 -- power of two, at least SMALL_RECORD. It is an option because options are cached: small records need no measuring.
-local SMALL_RECORD, HEAD_BYTES = 8192, 512
+local SMALL_RECORD, HEAD_BYTES = 8192, 8192 - SMALL_BODY
 
 -- All that max_items counts.
 function records.items()
@@ -54,7 +54,7 @@ function records.note_size(bytes, of)
   if known == 0 or bytes + HEAD_BYTES <= known then return end
   while size < bytes + HEAD_BYTES do size = 2 * size end
   redis.call('HSET', of .. ':options', 'largest_record', string.format('%.0f', size))
-  next_version(of)
+  summary.next_version(of)
 end
 
 -- Resets the limit of an empty queue. Only heartbeats do it: changing options with every job would defeat the cache.
@@ -62,7 +62,7 @@ function records.reset_largest()
   if records.largest() == SMALL_RECORD or redis.call('HLEN', key('jobs')) > 0 then return end
   if flows_on and redis.call('EXISTS', key('held')) == 1 then return end
   redis.call('HSET', key('options'), 'largest_record', SMALL_RECORD)
-  next_version(base)
+  summary.next_version(base)
 end
 
 -- A job without counts. `enqueued_us`: text. `own_options`: packed, '' for none.
@@ -226,6 +226,7 @@ function attempts.add(id, outcome, cause, micros, error, stack, peak)
     peak and string.format(',"peak_memory":%.0f', peak) or '')
   local first = math.max(1, #lines - ATTEMPTS_KEPT + 1)
   redis.call('HSET', key('attempts'), id, table.concat(lines, '\n', first))
+  may_be_rare = true
 end
 
 function attempts.delete(ids)

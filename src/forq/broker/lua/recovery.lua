@@ -221,11 +221,12 @@ function verbs.heartbeat()
       'LIMIT', 0, 1)
     for _, expired in ipairs(evicted) do recovery.evict(expired, 'host_lost') end
   end
+  summary.check()
   recovery.drain_graves()
   for _, worker in ipairs(same_turn) do claims.return_parked(processor, worker) end
   leases.lapse()
   leases.expire_items()
-  timers.promote()
+  timers.promote(true)
   limits.wake_if_lifted()
   done.expire(TRIMMED_DONE_PER_BEAT)
   flows.continue()
@@ -233,6 +234,7 @@ function verbs.heartbeat()
   hints.wake_idle(NOTIFY_AWAITERS, WAKE_LIMITED)
   journal.write(processor)
   journal.trim(false)
+  summary.save()
 
   -- The number of jobs that need a process of their own.
   local function helpers_needed()

@@ -281,6 +281,7 @@ function verbs.accept()
   leases.write_entry(worker, 'accepted ' .. fence .. ' ' .. id, 10 * lease_ms)
   leases.touch_worker(worker)
   if ARGV[4] ~= '' then progress.set(id, ARGV[4], ARGV[5]) end
+  summary.save()
   return { OK }
 end
 

@@ -7,7 +7,7 @@
 function progress.set(id, fraction, text)
   redis.call('HSET', key('progress'), id, string.format('%.6g %.0f ', fraction, now_ms) .. text)
   redis.call('PUBLISH', channel('progress'), id)
-  has_progress = true
+  has_progress, may_be_rare = true, true
 end
 
 -- Call it whenever ids leave `active`.
@@ -128,9 +128,7 @@ function done.settle(ids, notes, reported)
   -- Without a report of the worker, each record has to be checked.
   local keeps = option('keep_done_ms') > 0 or not reported or next(reported) ~= nil
   -- Most queues have none of these, so one check is the whole cost.
-  local some = redis.call('EXISTS', key('blocked'), key('progress'), key('attempts'), key('waiters'), key('stale')) > 0
-    or (flows_on and redis.call('EXISTS', key('sources'), key('inputs')) > 0)
-  if not some then may_be_stale = false end
+  local some = summary.has_rare() or (flows_on and redis.call('EXISTS', key('sources'), key('inputs')) > 0)
   local owners = (keeps or some) and redis.call('HMGET', key('active'), unpack(ids))
   if keeps then done.keep(ids, owners, reported or {}) end
   redis.call('HDEL', key('jobs'), unpack(ids))
@@ -167,6 +165,7 @@ function verbs.progress()
   local worker, id, fence = ARGV[1], ARGV[2], ARGV[3]
   if not claims.is_claim(redis.call('HGET', key('active'), id), worker, fence) then return { OK, 0 } end
   progress.set(id, ARGV[4], ARGV[5])
+  summary.save()
   return { OK, 1 }
 end
 
@@ -198,6 +197,8 @@ function verbs.wait()
   local function register_waiter(id, mark, valid_ms)
     local until_ms = math.max(now_ms + valid_ms, waits_until_ms(id))
     redis.call('HSET', key('waiters'), id, string.format('%.0f ', until_ms) .. mark)
+    may_be_rare = true
+    summary.save()
     redis.call('PEXPIRE', key('waiters'), string.format('%.0f', 2 * valid_ms))
     for _, other in ipairs(redis.call('HRANDFIELD', key('waiters'), SAMPLED_WAITERS)) do
       if waits_until_ms(other) <= now_ms then redis.call('HDEL', key('waiters'), other) end

@@ -11,17 +11,18 @@ function timers.publish(ms)
   redis.call('PUBLISH', channel('due'), string.format('%.0f', math.max(0, ms)))
 end
 
-function timers.note_scheduled(id, due_ms)
-  journal.note(string.format('scheduled 0 %s %.0f', id, due_ms))
+function timers.note_scheduled(id, at_ms)
+  journal.note(string.format('scheduled 0 %s %.0f', id, at_ms))
 end
 
 -- The caller has noted why the job is ready; without a further event it counts as waiting.
-function timers.schedule(id, due_ms)
-  local head = timers.head_ms('scheduled')
+function timers.schedule(id, at_ms)
+  local first_ms = timers.first_ms('scheduled')
   redis.call('ZREM', key('scheduled'), id)
-  redis.call('ZADD', key('scheduled'), hints.next_score(key('scheduled'), due_ms), id)
-  timers.note_scheduled(id, due_ms)
-  if not head or due_ms < head then timers.publish(due_ms - now_ms) end
+  redis.call('ZADD', key('scheduled'), hints.next_score(key('scheduled'), at_ms), id)
+  timers.note_scheduled(id, at_ms)
+  if first_due_ms == 0 or at_ms < first_due_ms then first_due_ms = at_ms end
+  if not first_ms or at_ms < first_ms then timers.publish(at_ms - now_ms) end
 end
 
 function timers.make_ready(id, place, run_at_ms)
@@ -36,8 +37,14 @@ function timers.note_new_waiting(number)
   end
 end
 
--- Makes due jobs waiting, in order.
-function timers.promote()
+-- Makes due jobs waiting, in order. `looks`: also if none is due according to the summary.
+function timers.promote(looks)
+  if not looks and (first_due_ms == 0 or first_due_ms > now_ms) then return end
+  timers.promote_due()
+  first_due_ms = timers.first_ms('scheduled') or 0
+end
+
+function timers.promote_due()
   local due = redis.call('ZRANGEBYSCORE', key('scheduled'), '-inf', '(' .. string.format('%d', now_ms + 1),
     'LIMIT', 0, math.max(1, records.readable(PROMOTED_PER_CALL, READ_BYTES)))
   if #due == 0 then return end
@@ -91,15 +98,15 @@ end
 -- Other timed sets: `schedules:next` (next ticks), `leases` (items by the time their lease lapses) and `expiries`
 -- (items by the time they expire).
 
-function timers.head_ms(name)
-  local head = redis.call('ZRANGE', key(name), 0, 0, 'WITHSCORES')
-  return head[2] and math.floor(tonumber(head[2]))
+function timers.first_ms(name)
+  local first = redis.call('ZRANGE', key(name), 0, 0, 'WITHSCORES')
+  return first[2] and math.floor(tonumber(first[2]))
 end
 
 function timers.set(name, id, at_ms)
-  local head = timers.head_ms(name)
+  local first_ms = timers.first_ms(name)
   redis.call('ZADD', key(name), string.format('%.0f', at_ms), id)
-  if not head or at_ms < head then timers.publish(at_ms - now_ms) end
+  if not first_ms or at_ms < first_ms then timers.publish(at_ms - now_ms) end
 end
 
 -- Milliseconds until the next timed action; -1 if there is none. `ticks_known`: the caller knows the due ticks. (A tick
@@ -110,13 +117,13 @@ function timers.next_ms(ticks_known)
     if at_ms and (not next_ms or at_ms < next_ms) then next_ms = at_ms end
   end
   for _, name in ipairs(mode == 'work' and { 'scheduled' } or { 'scheduled', 'leases', 'expiries' }) do
-    consider(timers.head_ms(name))
+    consider(timers.first_ms(name))
   end
   local least = ticks_known and '(' .. string.format('%.0f', now_ms) or '-inf'
   consider(tonumber(redis.call('ZRANGEBYSCORE', key('schedules:next'), least, '+inf', 'WITHSCORES', 'LIMIT', 0, 1)[2]))
   if flows_on then
     if redis.call('EXISTS', key('resolving')) == 1 then consider(now_ms) end
-    consider(timers.head_ms('checks'))
+    consider(timers.first_ms('checks'))
   end
   -- The limits were lifted, and some workers are not woken yet.
   if rate_count + max_active == 0 and redis.call('EXISTS', key('limited')) == 1 then consider(now_ms) end
@@ -367,7 +374,7 @@ function verbs.promote()
   if not epoch then return { NO_QUEUE } end
   leases.lapse()
   leases.expire_items()
-  timers.promote()
+  timers.promote(true)
   limits.wake_if_lifted()
   done.expire(TRIMMED_DONE_PER_CALL)
   flows.continue()

@@ -10,6 +10,9 @@ local NO_RESULT = '!it ran before its queue kept results'
 local CLAIM_NOTICE_MS = 2000
 -- By the first byte of a record: 'c', 'o' and 'O' have counts.
 local HAS_COUNTS = { [99] = true, [111] = true, [79] = true }
+-- Redis keeps a hash of up to 512 short values as a list, and searches it from its start. One longer value turns it
+-- into a table: `active` would be slow with more entries than this.
+local LISTED, NOT_LISTED = 16, '~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~'
 local PRIORITIES = { '0', '1', '2', '3', '4', '5', '6', '7', '8', '9' }
 
 -- State of the turn, set by verbs.turn.
@@ -42,42 +45,78 @@ function turns.register()
   return STALE
 end
 
-function turns.settle_successes(first)
-  if done_count == 0 then return end
-  local results, keep_ms, reported = {}, {}, {}
-  for at = first + 3 * done_count + 8 * failed_count, #ARGV, 2 do
-    local number, own_ms = tonumber(ARGV[at]), nil
+-- Jobs that succeeded come in groups of one claim: fence, number, 'ID MICROS ID MICROS ...', ids. Returns the index of
+-- the argument behind the last group.
+function turns.behind_groups(at)
+  local left = done_count
+  while left > 0 do
+    local number = tonumber(ARGV[at + 1])
+    at, left = at + 3 + number, left - number
+  end
+  return at
+end
+
+-- Settles the groups that begin at ARGV[at]. `first_result`: where results begin (verbs.turn).
+function turns.settle_successes(at, first_result)
+  local results, keep_ms, keeps_results = {}, {}, option('keep_done_ms') > 0
+  for at_result = first_result, #ARGV, 2 do
+    local number, own_ms = tonumber(ARGV[at_result]), nil
     if not number then
-      number, own_ms = string.match(ARGV[at], '^(%d+) (%d+)$')
+      number, own_ms = string.match(ARGV[at_result], '^(%d+) (%d+)$')
       number, own_ms = tonumber(number), tonumber(own_ms)
     end
-    results[number], keep_ms[number] = ARGV[at + 1], own_ms
+    results[number], keep_ms[number] = ARGV[at_result + 1], own_ms
   end
-  local ids = {}
-  for i = 0, done_count - 1 do ids[i + 1] = ARGV[first + 3 * i] end
-  local owners = redis.call('HMGET', key('active'), unpack(ids))
-  local notes, keeps_results = {}, option('keep_done_ms') > 0
-  local fence, owner, entries
-  for i = 1, done_count do
-    local id, at = ids[i], first + 3 * (i - 1)
-    if ARGV[at + 1] ~= fence then
-      fence = ARGV[at + 1]
-      owner = worker .. ':' .. fence
-      entries = notes[fence] or {}
-      notes[fence] = entries
-    end
-    if owners[i] == owner or owners[i] == owner .. REMOVED then
-      settled[#settled + 1] = id
-      entries[#entries + 1] = id
-      entries[#entries + 1] = ARGV[at + 2]
-      if keeps_results or results[i] then
-        reported[id] = { micros = ARGV[at + 2], result = results[i] or NO_RESULT, keep_ms = keep_ms[i] }
+  local before = 0
+  while before < done_count do
+    local fence, number, entries = ARGV[at], tonumber(ARGV[at + 1]), ARGV[at + 2]
+    local ids = { unpack(ARGV, at + 3, at + 2 + number) }
+    local all_owned, reported = turns.owns_claim(ids, fence), {}
+    if not all_owned or keeps_results or first_result <= #ARGV then
+      local owned, texts, index = {}, {}, 0
+      for id, micros in string.gmatch(entries, '(%S+) (%S+)') do
+        index = index + 1
+        if all_owned or claims.is_claim(redis.call('HGET', key('active'), id), worker, fence) then
+          owned[#owned + 1] = id
+          texts[#texts + 1] = id .. ' ' .. micros
+          local result, own_ms = results[before + index], keep_ms[before + index]
+          if keeps_results or result then
+            reported[id] = { micros = micros, result = result or NO_RESULT, keep_ms = own_ms }
+          end
+        else
+          refused[#refused + 1] = id
+        end
       end
-    else
-      refused[#refused + 1] = id
+      ids, entries = owned, table.concat(texts, ' ')
+    end
+    if #settled == 0 then settled = ids else for _, id in ipairs(ids) do settled[#settled + 1] = id end end
+    done.settle(ids, { [fence] = { entries } }, reported)
+    at, before = at + 3 + number, before + number
+  end
+end
+
+-- A list may have two hints of a job. take_plain leaves it to the number of new owners to notice that.
+function turns.drop_repeated()
+  local first, seen = #reply - 2 * #taken, {}
+  local packed, unique = { unpack(reply, first + 1) }, {}
+  for at = first + 1, #reply do reply[at] = nil end
+  for i, id in ipairs(taken) do
+    if not seen[id] then
+      seen[id] = true
+      unique[#unique + 1] = id
+      reply[#reply + 1], reply[#reply + 2] = id, packed[2 * i]
     end
   end
-  done.settle(settled, notes, reported)
+  taken = unique
+end
+
+-- Whether the worker owns all these jobs by this claim, and none of them is marked for removal.
+function turns.owns_claim(ids, fence)
+  local owner = worker .. ':' .. fence
+  for _, stored in ipairs(redis.call('HMGET', key('active'), unpack(ids))) do
+    if stored ~= owner then return false end
+  end
+  return true
 end
 
 function turns.settle_failures(first)
@@ -152,6 +191,26 @@ function turns.keep_or_return()
   return held
 end
 
+-- The common claim: plain records only, of jobs that nobody owns. False if there is another one: nothing has changed.
+-- Never in the retry lane, where bytes are checked.
+function turns.take_plain(ids)
+  if #ids <= 1 or #taken > 0 or check_bytes or hints.has_stale() or redis.call('HLEN', key('active')) > 0 then
+    return false
+  end
+  local packed = redis.call('HMGET', key('jobs'), unpack(ids))
+  for i = 1, #ids do
+    -- No other flag sorts behind that of plain records. An absent record may belong to a wake token.
+    if not packed[i] or packed[i] < 'p' then return false end
+  end
+  local at = #reply
+  for i = 1, #ids do
+    reply[at + 1], reply[at + 2] = ids[i], packed[i]
+    at = at + 2
+  end
+  taken = ids
+  return true
+end
+
 function turns.take(place, ids)
   -- For many ids one HLEN is cheaper.
   local free = ids == moved or (#ids > MANY and redis.call('HLEN', key('active')) == 0)
@@ -199,7 +258,7 @@ function turns.claim_from(place, skips)
     local ids = hints.pop(place, count)
     if not ids then return skips end
     local before, exhausted_before = #taken, #exhausted
-    turns.take(place, ids)
+    if not turns.take_plain(ids) then turns.take(place, ids) end
     skips = skips - (#ids - (#taken - before)) - SKIPS_PER_BURIAL * (#exhausted - exhausted_before)
   end
   return skips
@@ -218,11 +277,12 @@ function turns.claim_suspect()
 end
 
 -- A turn sent before there was a job may come from a process that has been stopped since: pulse checks it.
-function turns.publish_claim()
+-- `queue`: its entry in the cache.
+function turns.publish_claim(queue, ms, of_worker, number)
   -- The time is only in this server's memory; losing it costs one more message.
-  if math.abs(now_ms - (cached.claim_published_ms or 0)) < CLAIM_NOTICE_MS then return end
-  cached.claim_published_ms = now_ms
-  redis.call('PUBLISH', channel('due'), 'look ' .. worker .. ' ' .. turn)
+  if math.abs(ms - (queue.claim_published_ms or 0)) < CLAIM_NOTICE_MS then return end
+  queue.claim_published_ms = ms
+  redis.call('PUBLISH', queue.due_channel, 'look ' .. of_worker .. ' ' .. number)
 end
 
 function turns.claim()
@@ -257,7 +317,13 @@ function turns.claim()
     pairs_to_set[2 * i - 1] = taken[i]
     pairs_to_set[2 * i] = owner
   end
-  redis.call('HSET', key('active'), unpack(pairs_to_set))
+  if #taken > LISTED then
+    pairs_to_set[#pairs_to_set + 1] = NOT_LISTED
+    pairs_to_set[#pairs_to_set + 1] = NOT_LISTED
+  end
+  local added = redis.call('HSET', key('active'), unpack(pairs_to_set))
+  if #taken > LISTED then added = added - redis.call('HDEL', key('active'), NOT_LISTED) end
+  if added < #taken then turns.drop_repeated() end
   redis.call('RPUSH', processing, unpack(taken, 1, #taken))
   if next(attempt_of) == nil then
     journal.note_ids('claimed', fence .. ' 1', taken)
@@ -274,7 +340,7 @@ function turns.claim()
     journal.note_ids('claimed', fence .. ' ' .. attempt, same_attempt)
   end
   if flows_on then flows.mark_claimed(taken, reply, fates and 11 or 10) end
-  if ARGV[7] == 'waiting' then turns.publish_claim() end
+  if ARGV[7] == 'waiting' then turns.publish_claim(cached, now_ms, worker, turn) end
   return fence
 end
 
@@ -305,11 +371,11 @@ end
 -- KEYS[1]  the queue's base
 -- ARGV     epoch, processor, worker, turn number (up to 53 bits, growing), want, keep (number of unstarted jobs of
 --          earlier turns that it expects to hold), lane to claim from ('main' | 'waiting' (main, sent together with the
---          BLMOVE that waits for a job) | 'retry' | 'suspects'), number done, number failed, then per done job (id,
---          fence, micros), per failed job (id, fence, micros, error, brief error, kind, retry at (ms, '+ms' from now,
---          or ''), chance (0 to 1), followed by ' ' OPTIONS if its task has some (records.lua)); a failed job of kind
---          'interrupted' or 'cancelled' was ended on request, and has its stack (JSON) and the cause in place of
---          error and brief error; per done job whose result is kept (its number in this turn, from 1,
+--          BLMOVE that waits for a job) | 'retry' | 'suspects'), number done, number failed, then the groups of done
+--          jobs (turns.settle_successes), per failed job (id, fence, micros, error, brief error, kind, retry at (ms,
+--          '+ms' from now, or ''), chance (0 to 1), followed by ' ' OPTIONS if its task has some (records.lua)); a
+--          failed job of kind 'interrupted' or 'cancelled' was ended on request, and has its stack (JSON) and the
+--          cause in place of error and brief error; per done job whose result is kept (its number in this turn, from 1,
 --          followed by ' ' KEEP_MS if that is not the queue's keep_done; result, or '!' and the reason why there is
 --          none)
 -- Returns  {OK, PAUSED or LIMITED (jobs wait but may not start now; the worker will be woken), held (0: the kept jobs
@@ -339,8 +405,9 @@ function verbs.turn()
   if refusal then return { refusal } end
 
   if has_limits then limits.remove_worker(processor, worker) end
-  turns.settle_successes(10)
-  turns.settle_failures(10 + 3 * done_count)
+  local first_failed = turns.behind_groups(10)
+  turns.settle_successes(10, first_failed + 8 * failed_count)
+  turns.settle_failures(first_failed)
   timers.promote()
   local held = turns.keep_or_return()
   turns.settle_interrupted()
@@ -353,8 +420,34 @@ function verbs.turn()
 
   reply[1] = paused and PAUSED or limited and LIMITED or OK
   reply[2], reply[3], reply[4] = held and 1 or 0, refused, fence
-  reply[5], reply[6], reply[7] = option('timeout_ms'), tonumber(options.size or 1), option('priority')
-  reply[8] = option('keep_done_ms') > 0 and option('max_data') or -option('max_data')
-  reply[9], reply[10] = option('max_retries'), option('retry_lane_retries')
+  for i, limit in ipairs(cached.limits) do reply[4 + i] = limit end
   return reply
+end
+
+-- Removes the settled ids from the head of the worker's list. Other ids stay, for the worker's next turn.
+function turns.drop_settled(list)
+  local gone, others = {}, {}
+  for _, id in ipairs(settled) do gone[id] = true end
+  for _, id in ipairs(redis.call('LPOP', list, #settled) or {}) do
+    if gone[id] then gone[id] = nil else table.insert(others, 1, id) end
+  end
+  if #others > 0 then redis.call('LPUSH', list, unpack(others)) end
+end
+
+-- settle: settles jobs that succeeded, for a worker that waits for its next job. It is no turn: it may arrive late or
+-- twice, since only the owner of a claim settles it.
+-- KEYS[1]  the queue's base
+-- ARGV     epoch, processor, worker, then one group of jobs (turns.settle_successes)
+-- Returns  {OK, ids whose settling was refused}; {NO_QUEUE}
+-- States   active -> done; blocked -> waiting | scheduled
+function verbs.settle()
+  if epoch ~= ARGV[1] then return { NO_QUEUE } end
+  processor, worker = ARGV[2], ARGV[3]
+  done_count = tonumber(ARGV[5])
+  settled, refused = {}, {}
+  turns.settle_successes(4, #ARGV + 1)
+  turns.drop_settled(worker_key(processor, worker, 'processing'))
+  hints.wake_idle(nil, WAKE_LIMITED)
+  journal.write(worker)
+  return { OK, refused }
 end

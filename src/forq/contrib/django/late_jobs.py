@@ -3,7 +3,7 @@
 import re
 import time
 
-from forq.broker.enqueue import NewJob
+from forq.broker.chunks import NewJob
 
 _EXPIRY = re.compile(r"(?<![^,])x=(\d+)")
 

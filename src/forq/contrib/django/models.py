@@ -6,7 +6,7 @@ from typing import ClassVar
 from django.db import models
 from django.utils import timezone
 
-from forq.broker.enqueue import NewJob
+from forq.broker.chunks import NewJob
 
 
 class OutboxEntry(models.Model):

@@ -20,7 +20,8 @@ from django.db import connections, transaction
 from django.db.models import Q, QuerySet
 from django.utils import timezone
 
-from forq.broker.enqueue import JobIdentity, Producer, Repeatable, TokenTerms, Update, chunks
+from forq.broker.chunks import chunks
+from forq.broker.enqueue import JobIdentity, Producer, Repeatable, TokenTerms, Update
 from forq.broker.link import CallNotAllowed
 from forq.client import Client
 from forq.contrib.django.late_jobs import job_at_send

@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 
+from forq.broker.journal import read_summary
 from forq.broker.keys import fail_queue, queue_base, registry_key
 from forq.broker.link import Link
 from forq.broker.registry import Registry
@@ -89,7 +90,7 @@ def _count(link: Link, prefix: str, queues: Iterable[str], ids_read_from_us: int
         base = queue_base(prefix, queue)
         commands += [
             ("HMGET", f"{base}:options", "epoch", "journal"),
-            ("HMGET", f"{base}:counts", "journal_sequence", "journal_hash"),
+            ("GET", f"{base}:summary"),
             *(("HLEN", f"{base}:{hash_}") for hash_ in ("jobs", "held:jobs", "held", "active", "blocked")),
             ("ZCARD", f"{base}:dead"),
             ("LLEN", f"{base}:resolving"),
@@ -97,15 +98,16 @@ def _count(link: Link, prefix: str, queues: Iterable[str], ids_read_from_us: int
     time, *answers = link.pipeline([*commands, ("EXEC",)], at=base)[-1]
     states = []
     for number, queue in enumerate(queues):
-        (epoch, journal), (sequence, hash_), *lengths = answers[_ANSWERS * number : _ANSWERS * (number + 1)]
+        (epoch, journal), packed, *lengths = answers[_ANSWERS * number : _ANSWERS * (number + 1)]
         if epoch is not None:
             live, held_records, held, active, blocked, dead, resolving = lengths
+            summary = read_summary(packed)
             state = QueueState(
                 history=0,
                 queue=queue,
                 epoch=int(epoch),
-                sequence=int(sequence or 0),
-                hash=(hash_ or b"").decode(),
+                sequence=summary.sequence,
+                hash=summary.hash,
                 records=live + held_records,
                 held=held,
                 active=active,
