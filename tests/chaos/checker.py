@@ -191,6 +191,9 @@ def _places(evidence: Evidence) -> Iterator[str]:
     for queue in evidence.queues.values():
         for place, ids in queue.places.items():
             yield f"{queue.name}: {place} still has {sorted(ids)[:5]}"
+        for name, job in sorted(queue.abandoned):
+            if any((event.verb, event.job) == ("enqueued", job) for event in evidence.queues[name].events):
+                yield f"{queue.name}: {job} was a member of an abandoned batch, and its end does not count"
 
 
 def _journal(evidence: Evidence) -> Iterator[str]:

@@ -31,6 +31,8 @@ class QueueEnd:
     dead: set[str] = field(default_factory=set)  # id@fence
     done: dict[str, int] | None = None  # id -> fence; None: it keeps none
     journal_lost: int = 0
+    # Queue and id of members without an end, of batches that were never sealed: these are kept for a day.
+    abandoned: set[tuple[str, str]] = field(default_factory=set)
 
 
 class Plan(NamedTuple):
@@ -99,6 +101,8 @@ def _queue_end(client: Any, name: str) -> QueueEnd:
     places |= {key: set(client.lrange(f"{base}:{key}", 0, -1)) for key in _LISTS}
     lists = [key.decode() for key in client.scan_iter(match=f"{base}:processor:*:processing", count=1000)]
     places |= {key: set(client.lrange(key, 0, -1)) for key in lists}
+    abandoned = _abandoned_members(client, base)
+    places["batch:members"] -= abandoned.keys()
     # Two lines per list of lines that were not written.
     outboxes = [f"{base}:outbox", *(key.decode() for key in client.scan_iter(match=f"{base}:outbox:*", count=1000))]
     places |= {key: {line[:80] for line in client.lrange(key, 0, 1)} for key in outboxes}
@@ -114,4 +118,16 @@ def _queue_end(client: Any, name: str) -> QueueEnd:
         {member.decode() for member in client.zrange(f"{base}:dead", 0, -1)},
         done if keeps else None,
         int(client.hget(f"{base}:counts", "journal_lost") or 0),
+        set(abandoned.values()),
     )
+
+
+def _abandoned_members(client: Any, base: str) -> dict[bytes, tuple[str, str]]:
+    """Their fields, and the queue and id of each."""
+    states = {batch: state.split(b" ")[0] for batch, state in client.hgetall(f"{base}:batches").items()}
+    found = {}
+    for member, value in client.hgetall(f"{base}:batch:members").items():
+        if states.get(member.split(b" ")[0]) == b"abandoned":
+            queue, job_id, *_ = value.decode().split(" ")
+            found[member] = queue, job_id
+    return found

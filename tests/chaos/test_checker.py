@@ -196,6 +196,10 @@ PLANTED: dict[str, tuple[Callable[[Evidence], object], str]] = {
         "kept: c is dead without a fail job, and could have run",
     ),
     "left behind": (lambda e: e.queues["kept"].places.update(jobs={"z"}), "kept: jobs still has ['z']"),
+    "a member without an end": (
+        lambda e: e.queues[REPEATS].abandoned.add(("kept", "a")),
+        f"{REPEATS}: a was a member of an abandoned batch, and its end does not count",
+    ),
     "a hole in the journal": (
         lambda e: e.queues["kept"].entries.pop(2),
         "kept: the journal tells what cannot be",
@@ -220,6 +224,11 @@ def test_planted_violations_are_found(evidence: Evidence, what: str) -> None:
     plant, wanted = PLANTED[what]
     plant(evidence)
     assert any(said.startswith(wanted) for said in violations(evidence)), violations(evidence)
+
+
+def test_a_member_that_was_never_stored_stays_in_an_abandoned_batch(evidence: Evidence) -> None:
+    evidence.queues["kept"].abandoned.add(("kept", "never"))
+    assert violations(evidence) == []
 
 
 def test_a_zombie_may_continue_until_it_is_stopped(evidence: Evidence) -> None:
