@@ -57,6 +57,14 @@ def lay(ground: Ground) -> None:
             reach("after_claim")
         return answer
 
+    def around_settle(settle: _Call, consumer: Consumer, number: int, want: int, done: Any, settled: _Call) -> Any:
+        def on_settled(refused: Any) -> None:
+            reach("after_settle")
+            settled(refused)
+
+        reach("before_settle")
+        return around_wait(settle, consumer, number, want, done, on_settled)
+
     def around_join(join: _Call, consumer: Consumer, *args: Any) -> Any:
         epoch = join(consumer, *args)
         append(ground.joined, f"{os.getpid()} {consumer.processor}")
@@ -85,6 +93,7 @@ def lay(ground: Ground) -> None:
 
     _wrap(Consumer, "turn", around_turn)
     _wrap(Consumer, "wait_for_turn", around_wait)
+    _wrap(Consumer, "settle_and_wait", around_settle)
     _wrap(Consumer, "join", around_join)
     _wrap(WorkerRecovery, "recover", around_recover)
     _wrap(WorkerRecovery, "heartbeats", around_heartbeats)

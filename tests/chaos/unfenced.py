@@ -20,8 +20,15 @@ UNFENCED = (
     ),
     Mutant(
         "turn.lua",
-        "if owners[i] == owner or owners[i] == owner .. REMOVED then",
-        "if owners[i] then",
+        "    if stored ~= owner then return false end\n",
+        "    if not stored then return false end\n",
+        "chaos",
+        _WRONG,
+    ),
+    Mutant(
+        "quick.lua",
+        "  if redis.call('HGET', names.active, id) ~= worker .. ':' .. fence then return nil end\n",
+        "  if not redis.call('HGET', names.active, id) then return nil end\n",
         "chaos",
         _WRONG,
     ),

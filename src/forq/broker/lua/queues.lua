@@ -118,7 +118,6 @@ function verbs.create()
     -- The journal continues in the stream of the last queue of this name.
     redis.call('PERSIST', key('events'))
     redis.call('PERSIST', key('journal:watermarks'))
-    redis.call('PERSIST', key('counts'))
     sequence, last_hash = 0, '-'
     journal_bytes = tonumber(redis.call('HGET', key('counts'), 'journal_bytes') or journal_bytes)
     redis.call('HDEL', key('counts'), 'journal_bytes')

@@ -60,6 +60,22 @@ def between_move_and_claim(call: Call, is_it: Callable[..., bool]) -> Call:
     return wrapper
 
 
+def once_settled(call: Call, is_it: Callable[..., bool]) -> Call:
+    """The server has settled: after a turn, or before the wait that was sent with the settle is over."""
+    if call.__name__ == "turn":
+        return after(call, lambda turn, *args: is_it(*args))
+
+    @functools.wraps(call)
+    def wrapper(self: Any, number: int, want: int, done: list[Any], settled: Call) -> Any:
+        def on_settled(refused: list[bytes]) -> None:
+            die()
+            settled(refused)
+
+        return call(self, number, want, done, on_settled)
+
+    return wrapper
+
+
 def always(*args: Any) -> bool:
     return True
 
@@ -81,8 +97,8 @@ def install(point: str) -> None:
         "claimed": (Consumer, ("turn", "wait_for_turn"), after, lambda turn, *args: bool(turn and turn.jobs)),
         "begun": (AttemptRunner, ("run",), before, always),
         "ran": (AttemptRunner, ("run",), after, always),
-        "settling": (Consumer, ("turn",), before, settles),
-        "settled": (Consumer, ("turn",), after, lambda turn, *args: settles(*args)),
+        "settling": (Consumer, ("turn", "settle_and_wait"), before, settles),
+        "settled": (Consumer, ("turn", "settle_and_wait"), once_settled, settles),
         "releasing": (Consumer, ("release",), before, always),
         "released": (Consumer, ("release",), after, always),
         # Of pulse.
