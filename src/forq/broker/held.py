@@ -51,7 +51,8 @@ def read_hold(entry: bytes) -> Hold:
 def scan_held(link: Link, base: str, position: str, limit: int) -> tuple[list[bytes], str | None]:
     """At most this many ids of held jobs, perhaps none, and the position of those that follow (None: there are none).
 
-    In no order: the hash may be large, so it is never read as a whole. The first position is '0.0'.
+    In no order: the hash may be large, so it is never read as a whole. The first position is '0.0'. While the server
+    moves a hash that has grown to a larger table, a page that ends within a step may repeat or omit an id.
     """
     cursor, offset = (int(part) for part in position.split("."))
     following, flat = link.call("HSCAN", f"{base}:held", cursor, "COUNT", _STEP)
