@@ -137,13 +137,20 @@ class Browser:
         self.leave(lambda: self.click(label, within))
 
     def click(self, label: str, within: str = "main") -> None:
+        def act() -> None:
+            found = [each for each in self.all(f":is({within}) :is(a, button, summary)") if each.text == label]
+            assert found, f"no {label!r} in {self.text(within)!r}"
+            found[0].click()
+
+        self._repeat(act)
+
+    def _repeat(self, act: Callable[[], object]) -> None:
+        """Acts again if a live update has replaced the element meanwhile."""
         for attempt in range(5):
             try:
-                found = [each for each in self.all(f":is({within}) :is(a, button, summary)") if each.text == label]
-                assert found, f"no {label!r} in {self.text(within)!r}"
-                found[0].click()
+                act()
                 return
-            except StaleElementReferenceException:  # replaced by a live update
+            except StaleElementReferenceException:
                 if attempt == 4:
                     raise
 
@@ -155,9 +162,16 @@ class Browser:
         wait_until(lambda: self.run("return document.readyState") == "complete", what="the next page is complete")
 
     def fill(self, selector: str, text: str) -> None:
-        field = self.find(selector)
-        field.clear()
-        field.send_keys(text)
+        def act() -> None:
+            field = self.find(selector)
+            field.clear()
+            field.send_keys(text)
+
+        self._repeat(act)
+
+    def hold(self, selector: str) -> None:
+        """Presses the mouse on an element."""
+        self._repeat(lambda: ActionChains(self.driver).click_and_hold(self.find(selector)).perform())
 
     def press(self, *keys: str) -> None:
         """Presses keys, wherever the focus is."""

@@ -81,8 +81,7 @@ def test_a_focused_button_is_not_replaced_until_it_loses_the_focus(browser: Brow
 def test_a_link_that_is_pressed_during_an_update_is_followed(browser: Browser, stage: Stage) -> None:
     browser.open("/")
     browser.wait_for_stream()
-    link = browser.find(f"{row('emails')} a")
-    ActionChains(browser.driver).click_and_hold(link).perform()
+    browser.hold(f"{row('emails')} a")
     before = browser.text("#live")
     _, gate = stage.hang()
     next_update(browser)
